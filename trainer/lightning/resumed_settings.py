@@ -132,138 +132,14 @@ def announce_restored(run: RunState, checkpoint: dict[str, Any], advice: str) ->
             )
 
 
-class of an optimizer or a schedule                    must be the same: compared with the file, which records it
-rates (``lr``, ``max_lr``, ...), and all settings of   of the checkpoint; a difference is logged
-an optimizer (``momentum``, ``weight_decay``, ...)
-settings of a schedule (``_SETTINGS``), functions of   of the code; a difference is logged. They may follow the length
-``LambdaLR``                                           of the run, which ``configure_optimizers`` knows
-=====================================================  =================================================================
-
-A schedule with another setting is advanced from its beginning to the saved position, and its state and its rates are
-written to the checkpoint, which is restored afterwards. All other schedules are restored unchanged.
-"""
-
-from __future__ import annotations
-
-import inspect
-import logging
-import math
-import re
-import warnings
-from collections.abc import Mapping
-from reprlib import repr as shortened
-from typing import Any
-
-from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
-
-from trainer.checkpoint.manifest import TRAINER_KEY
-from trainer.errors import ConfigurationError, refuse_inexact
-from trainer.loop.optimizers import nested_schedules
-from trainer.loop.run_state import RunState
-
-log = logging.getLogger("lightning.pytorch.advice")  # the command line shows it
-
-_SETTINGS = re.compile(
-    r"T_max|T_0|T_mult|gamma|step_size|step_ratio|_?milestones|_schedule_phases|eta_min|power|(?:start_|end_)?factor"
-    r"|mode|scale_mode|_?anneal_\w+|patience|cooldown|threshold|threshold_mode|min_lrs|cycle_momentum"
-    r"|(?:\w*_)?(?:max|total|training|warm_?up|decay)_(?:steps|iters|iterations|epochs|batches|size)"
-)
-"""Names of the settings of a schedule: those of torch, and others that are computed from the length of a run."""
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-_CHOICES = ("params", "fused", "foreach", "capturable")
-"""Keys of a parameter group that are not compared: a resumed run uses its own."""
+def _counters(holder: Any) -> set[str]:
+    """Return the values in an optimizer's groups that its steps set: its class does not take them as arguments."""
+    arguments = inspect.signature(type(holder)).parameters.values()
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
+    return set() if takes_any else set(getattr(holder, "defaults", ())) - {argument.name for argument in arguments}
 
 
-def continue_settings(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Compare new optimizers and schedules with the checkpoint, and change its states to the settings of the code.
-
-    Args:
-        run: the state of the run, with new optimizers and schedules.
-        checkpoint: the checkpoint; its ``lr_schedulers`` and ``optimizer_states`` are changed, and restored afterwards.
-
-    Raises:
-        ResumeError: if a class differs from that of the saved run, and the resume must be exact.
-    """
-    engine, states = run.engine, checkpoint.get("optimizer_states", [])
-    for index in _of_other_classes(run, checkpoint, "optimizer", states):
-        states[index] = engine.checkpoints.optimizer_state(engine.optimizers[index])
-    schedules = [config.scheduler for config in engine.schedules]
-    owners = [getattr(schedule, "optimizer", None) for schedule in schedules]
-    saved_states = checkpoint.get("lr_schedulers", [])
-    others = _of_other_classes(run, checkpoint, "schedule", saved_states)
-    if len(saved_states) != len(schedules):
-        return
-    for number, (schedule, saved) in enumerate(zip(schedules, saved_states, strict=True)):
-        current = schedule.state_dict()
-        index = next((i for i, optimizer in enumerate(engine.optimizers) if optimizer is owners[number]), len(states))
-        groups = states[index].get("param_groups", []) if index < len(states) else []
-        if number in others:
-            saved_states[number] = current
-            for group, given in zip(groups, engine.optimizers[index].param_groups if groups else (), strict=True):
-                group.update({name: value for name, value in given.items() if name not in _CHOICES})
-            continue
-        if not isinstance(schedule, LRScheduler) or _position(current) != 0:
-            continue
-        changed = _differences(current, saved)
-        if not changed and not _factors_differ(schedule, saved):
-            continue
-        new, former = _described(changed)
-        name, before = type(schedule).__name__, [group.get("lr") for group in groups]
-        if isinstance(schedule, ReduceLROnPlateau):
-            saved.update({key: current[key] for key in changed})
-            message = f"{name} continues with {new} of the code; the checkpoint has {former}."
-        elif not before or owners.count(owners[number]) > 1:
-            message = (
-                f"{name} continues with {former} from the checkpoint; the code has {new}, which has no effect, because"
-                " another schedule changes the same optimizer."
-            )
-        else:
-            _advance_to(saved, schedule, groups)
-            saved_states[number] = schedule.state_dict()
-            message = (
-                f"{name} continues with {new} of the code at step {_position(saved)} of the schedule; the checkpoint"
-                f" has {former}: learning rate {float(before[0]):.4g} before, {float(groups[0]['lr']):.4g} now."
-            )
-        if run.is_global_zero:
-            log.info(message)
-
-
-def announce_restored(run: RunState, checkpoint: dict[str, Any], advice: str) -> None:
-    """Log the settings that differ in the code and are restored, because a change of them has no effect.
-
-    Args:
-        run: the state of the run, with new optimizers and schedules.
-        checkpoint: the checkpoint.
-        advice: how to train with the settings of the code.
-    """
-    engine = run.engine
-    holders: list[tuple[Any, Any, Any]] = [
-        (optimizer, group, saved)
-        for optimizer, state in zip(engine.optimizers, checkpoint.get("optimizer_states", ()), strict=False)
-        for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False)
-    ]
-    schedules = [config.scheduler for config in engine.schedules]
-    for schedule, state in zip(schedules, checkpoint.get("lr_schedulers", ()), strict=False):
-        current = schedule.state_dict()
-        if "max_lrs" in current and "max_lrs" in state:
-            holders.append((schedule, {"max_lrs": current["max_lrs"]}, {"max_lrs": state["max_lrs"]}))
-    reported = set()
-    for holder, current, saved in holders:
-        set_by_schedule = (("initial_lr", "lr"), ("max_momentum", "momentum"), ("max_momentum", "betas"))
-        without = {*_CHOICES, *(name for key, name in set_by_schedule if key in current.keys() & saved.keys())}
-        names = [name for name in current if name in saved and name not in without | _counters(holder)]
-        changed = {name: (current[name], saved[name]) for name in names if _plain(current[name]) != _plain(saved[name])}
-        if changed and holder not in reported:
-            reported.add(holder)
-            new, former = _described(changed)
-            log.info(
-                f"{type(holder).__name__} continues with {former} from the checkpoint; the code has {new}, which has no"
-                f" effect. To train with {new}, {advice}."
-            )
-
-
-<<<<<<< HEAD
+def _of_other_classes(run: RunState, checkpoint: dict[str, Any], role: str, states: list[dict[str, Any]]) -> list[int]:
     """Return the indices of the optimizers or schedules of another class; [] if the file does not record classes.
 
     Raises:
