@@ -1,18 +1,22 @@
 """Shared parts of tests: a quiet Trainer, a small module, a hand-written loop, and a fake Trainer."""
 
 import io
+import math
 import os
 import warnings
 from collections import UserList
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -260,6 +264,38 @@ class SavesAt(Checkpoint):
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == self.steps or trainer.progress.batches == self.batches:
             trainer.save_checkpoint(self.path)
+
+
+class Bucket(DirFileSystem):
+    """The local files under ``bucket://PATH``, as a remote file system for fsspec. ``kill_at`` ends a program there.
+
+    Attributes:
+        kill_at: the change of the file system at which :class:`Killed` is raised, instead of this and later ones.
+    """
+
+    protocol, cachable = "bucket", False
+    kill_at: ClassVar[float] = math.inf
+    changes: ClassVar[int] = 0
+
+    def __init__(self, **_):
+        super().__init__(path="/", fs=LocalFileSystem(auto_mkdir=True))
+
+    def _change(self, name, *args, **kwargs):
+        if Bucket.changes >= Bucket.kill_at:
+            raise Killed
+        Bucket.changes += 1
+        return getattr(super(), name)(*args, **kwargs)
+
+    pipe_file = partialmethod(_change, "pipe_file")
+    mv = partialmethod(_change, "mv")
+    rm = partialmethod(_change, "rm")
+    rm_file = partialmethod(_change, "rm_file")
+
+    def open(self, path, mode="rb", **kwargs):
+        return self._change("open", path, mode, **kwargs) if "w" in mode else super().open(path, mode, **kwargs)
+
+
+fsspec.register_implementation("bucket", Bucket, clobber=True)
 
 
 class Killed(BaseException):

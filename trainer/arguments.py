@@ -529,6 +529,8 @@ def check_barebones(given: Mapping[str, Any]) -> None:
 def refuse_other_package(argument: str, *given: Any) -> None:
     """Refuse objects built on ``pytorch_lightning`` if it is a separate package from ``lightning.pytorch``.
 
+    A callback with no other base than its ``Callback``, such as MLflow's, is not refused: it has only hooks.
+
     Args:
         argument: the name of the argument, for the message.
         *given: modules, datamodules, callbacks, loggers, strategies, plugins, or any other values.
@@ -537,7 +539,8 @@ def refuse_other_package(argument: str, *given: Any) -> None:
         ConfigurationError: for the first such object.
     """
     for value in given:
-        roots = {str(kind.__module__).partition(".")[0] for kind in type(value).__mro__}
+        bases = [f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__]
+        roots = {name.partition(".")[0] for name in bases if name != "pytorch_lightning.callbacks.callback.Callback"}
         for other, own in (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "lightning.fabric")):
             if other in roots and "lightning" not in roots and sys.modules.get(other) is not sys.modules.get(own):
                 raise ConfigurationError(

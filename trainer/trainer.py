@@ -41,7 +41,7 @@ from trainer.distributed.strategies import build_engine
 from trainer.errors import ConfigurationError
 from trainer.lightning import callback_order, defaults
 from trainer.lightning.averaging import training_weights
-from trainer.lightning.base_trainer import TrainerBase, with_lightning_signature
+from trainer.lightning.base_trainer import TrainerBase, replacement_of, with_lightning_signature
 from trainer.lightning.checkpoint_connector import CheckpointConnector, RolledBack
 from trainer.lightning.loader_set import DataSource
 from trainer.lightning.views import EvalLoopView, FitLoopView, PredictLoopView
@@ -307,11 +307,14 @@ class Trainer(TrainerBase):
                 the run resumes from its own checkpoint with ``resume="auto"``. Cannot be combined with ``ckpt_path``.
                 Default: None.
         """
+        if replacement := replacement_of(self, Trainer, "fit", locals()):
+            return replacement()  # type: ignore[no-any-return]
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False
         with self._runner.started(TrainerFn.FITTING):
             module = self._runner.attach(model, given, datamodule, ckpt_path, weights)
             self.engine.launch(self._runner, module, weights_only)
+        return None
 
     def validate(
         self,
@@ -323,6 +326,8 @@ class Trainer(TrainerBase):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Run one pass over the validation data. Return the logged metrics, one dict for each dataloader."""
+        if replacement := replacement_of(self, Trainer, "validate", locals()):
+            return replacement()  # type: ignore[no-any-return]
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def test(
@@ -335,6 +340,8 @@ class Trainer(TrainerBase):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Run one pass over the test data. Return the logged metrics, one dict for each dataloader."""
+        if replacement := replacement_of(self, Trainer, "test", locals()):
+            return replacement()  # type: ignore[no-any-return]
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def predict(
@@ -356,6 +363,8 @@ class Trainer(TrainerBase):
         Raises:
             ConfigurationError: if ``return_predictions=True`` and the strategy spawns or forks processes.
         """
+        if replacement := replacement_of(self, Trainer, "predict", locals()):
+            return replacement()  # type: ignore[no-any-return]
         if return_predictions and not self.engine.runs_here:
             raise ConfigurationError(
                 "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Got"
@@ -385,6 +394,8 @@ class Trainer(TrainerBase):
         Raises:
             AttributeError: if no run has attached a module yet.
         """
+        if replacement := replacement_of(self, Trainer, "save_checkpoint", locals()):
+            return replacement()  # type: ignore[no-any-return]
         if self.lightning_module is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
@@ -401,6 +412,7 @@ class Trainer(TrainerBase):
             checkpoint = connector.dump_checkpoint(weights_only)
             checkpoint = require_loadable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
             self.engine.checkpoints.save(checkpoint, filepath, storage_options)
+        return None
 
     def roll_back(self, max_step: int) -> RolledBack | None:
         """Restore the newest valid checkpoint of this run that has at most ``max_step`` optimizer steps.

@@ -1,10 +1,12 @@
 """Sharded checkpoints: contents, integrity, and safe loading of malicious files."""
 
 import errno
+import math
 import os
 import pickle
 import random
 import shutil
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -12,16 +14,19 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.support import Killed, Payload, Regression, assert_identical, loader_of, make_batches, make_trainer
+from tests.support import Bucket, Killed, Payload, Regression, assert_identical, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, sharded_files, shards
 from trainer.checkpoint import reading as files
 from trainer.checkpoint.checkpoint_io import files_of
 from trainer.checkpoint.folder_locks import lock_folder
 from trainer.checkpoint.loading import TRAINER_KEY
+from trainer.checkpoint.resuming import loops_in
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 
 BATCHES = make_batches(4)
@@ -323,9 +328,7 @@ def test_run_is_stopped_by_a_full_disk_also_later(tmp_path, monkeypatch):
         assert fit(tmp_path, saver, plugins=CheckpointFiles(sharded=True, when_full="continue")).global_step == 8
 
 
-def test_addresses_and_parts_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="expected a folder of this machine's file systems"):
-        CheckpointFiles(sharded=True).save_shards(checkpoint(), "memory://a.ckpt", None)
+def test_parts_are_refused(tmp_path):
     write(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"state.ckpt is a part of a checkpoint. Expected the folder: .*a\.ckpt"):
         fit(tmp_path, ckpt_path=tmp_path / "a.ckpt" / "state.ckpt")
@@ -359,3 +362,103 @@ def test_error_after_the_replacement_is_raised_and_keeps_the_new_checkpoint(tmp_
     with pytest.raises(OSError, match="disk"):
         sharded_files.move_into_place(part, place)
     assert (place / sharded_files.MANIFEST).read_text() == "new"
+
+
+# --- in object storage ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "bucket"])
+def storage(request, tmp_path):
+    """Return the URL of an empty folder."""
+    url = f"{request.param}:/{tmp_path}/storage"
+    yield url
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def listed(url):
+    """Return the names in a folder, without dots."""
+    system, place = url_to_fs(url)
+    return sorted(one.rpartition("/")[2] for one in system.ls(place, detail=False))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_run_in_object_storage_removes_and_is_resumed(tmp_path, storage, asynchronous):
+    how = {"every_n_train_steps": 2, "save_last": True, "save_top_k": 2, "monitor": "step", "mode": "max"}
+    saver = partial(ModelCheckpoint, storage, filename="{step}", **how)
+    io = partial(CheckpointFiles, sharded=True, asynchronous=asynchronous)
+    whole, first, second, tested = (Regression(optimizer=torch.optim.AdamW) for _ in range(4))
+    fit(tmp_path, module=whole, enable_checkpointing=False, plugins=None)
+    fit(tmp_path, one := saver(), plugins=io(), module=first, max_epochs=1)
+    assert listed(storage) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    assert len(listed(f"{storage}/last.ckpt")) == 2  # the manifest, and the files of the second save
+    fitted = fit(tmp_path, two := saver(), plugins=io(), module=second, ckpt_path=one.last_model_path)
+    assert listed(storage) == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    assert all(map(torch.equal, second.parameters(), whole.parameters()))
+    tested.test_step = tested.training_step
+    for path in ("best", two.last_model_path):
+        torch.nn.init.zeros_(tested.net[0].weight)
+        fitted.test(tested, loader_of(BATCHES), ckpt_path=path)
+        assert all(map(torch.equal, tested.parameters(), whole.parameters()))
+
+
+def test_kill_at_any_change_of_object_storage_keeps_the_old_or_the_new_checkpoint(tmp_path, monkeypatch):
+    values = {"first": [], "replacing": []}
+    for kill_at in range(1, 40):
+        for case, found in values.items():
+            url = f"bucket:/{tmp_path}/{case}{kill_at}.ckpt"
+            if case == "replacing":
+                write(url, 1.0)
+            monkeypatch.setattr(Bucket, "changes", 0)
+            monkeypatch.setattr(Bucket, "kill_at", kill_at)
+            with suppress(Killed):
+                write(url, 2.0)
+            is_done = Bucket.changes < kill_at
+            monkeypatch.setattr(Bucket, "kill_at", math.inf)
+            value = 0.0
+            if case == "replacing" or sharded_files.MANIFEST in listed(url):
+                sharded_files.verify(url)
+                value = shards.read_whole(url)["state_dict"]["weight"][0, 0].item() + 0.1
+            else:
+                with pytest.raises(CheckpointError, match="is not a checkpoint, or is incomplete: it has no manifest"):
+                    shards.read_whole(url)
+            found.append(round(value))
+            write(url, 3.0)
+            assert len(listed(url)) == 2  # nothing is left of the killed ones
+        if is_done:
+            break
+    assert is_done
+    assert values["first"] == sorted(values["first"])
+    assert values["replacing"] == sorted(values["replacing"])
+    assert set(values["first"]) == {0, 2}
+    assert set(values["replacing"]) == {1, 2}
+
+
+def test_damage_and_other_files_in_object_storage_are_found(storage):
+    made, url = write(f"{storage}/a.ckpt"), f"{storage}/a.ckpt"
+    assert_identical(shards.read_whole(url)["state_dict"], made["state_dict"])
+    system, place = url_to_fs(url)
+    folder = f"{place}/{next(name for name in listed(url) if name != 'manifest.json')}"
+    system.pipe_file(f"{folder}/__0_0.distcp", b"")
+    with pytest.raises(CheckpointError, match=r"is damaged: __0_0\.distcp has 0 bytes, and was written with"):
+        sharded_files.verify(url)
+    system.pipe_file(f"{place}/mine.txt", b"")
+    with pytest.raises(FileExistsError, match="is not a sharded checkpoint"):
+        write(url)
+    with pytest.raises(CheckpointWriteError, match="not written: it exists and is not a sharded checkpoint"):
+        CheckpointFiles(sharded=True).save_shards(made, f"{url}/mine.txt", None)
+
+
+def test_copy_of_a_remote_checkpoint_is_read_on_this_machine(tmp_path):
+    made = write(url := f"bucket:/{tmp_path}/a.ckpt")
+    shutil.copytree(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert files.verify(tmp_path / "b.ckpt")
+    for one in (url, tmp_path / "b.ckpt"):
+        assert loops_in(one)[TRAINER_KEY]["parameters"] == [["weight", "bias"]]
+    assert_identical(shards.read_whole(tmp_path / "b.ckpt")["state_dict"], made["state_dict"])
+
+
+def test_deepspeeds_files_are_refused_in_object_storage():
+    with pytest.raises(ConfigurationError, match="expected a folder of this machine's file systems"):
+        CheckpointFiles(sharded=True).save_shards(checkpoint(), "memory://a.ckpt", None, Mock())

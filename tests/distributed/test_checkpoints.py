@@ -21,7 +21,12 @@ from trainer.distributed.sharding import state_dicts
 
 pytestmark = needs_fsdp2
 
-FORMS = {"folder": {"sharded": True}, "folder later": {"sharded": True, "asynchronous": True}, "file": {}}
+FORMS = {
+    "folder": {"sharded": True},
+    "folder later": {"sharded": True, "asynchronous": True},
+    "bucket": {"sharded": True},
+    "file": {},
+}
 """How a checkpoint is written."""
 
 OPTIMIZERS = {
@@ -64,7 +69,8 @@ class Net(Uneven):
 
 def fit(folder, engine, form, module, ckpt=None, arguments=(), devices=2):
     """Fit, save every second step, and test the best checkpoint. ``arguments`` may have an ``FSDP2Strategy``."""
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
+    place = f"bucket:/{folder}" if form == "bucket" else folder  # the first is a remote file system for fsspec
+    saver = ModelCheckpoint(place, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
     arguments = {"strategy": engine, "max_epochs": 2, **dict(arguments)}
     arguments["precision"] = precision_of(arguments.get("precision", "32-true"))
     with warnings.catch_warnings(action="ignore"):
@@ -106,6 +112,7 @@ def assert_equal(found, expected):
     ("name", "engine"),
     [
         ("fsdp folder", "fsdp"), ("fsdp folder", "ddp"), ("fsdp folder later", "fsdp"), ("fsdp file", "ddp"),
+        ("fsdp bucket", "fsdp"),
         ("ddp folder", "fsdp"), ("ddp file", "fsdp"), ("single folder", "ddp"), ("single file", "fsdp"),
     ],
 )  # fmt: skip
@@ -139,6 +146,16 @@ def test_sharded_checkpoint_is_a_folder_of_all_ranks(saved):
     assert {"epoch": 1, "step": 10, "weights_only": False}.items() <= manifest.facts.items()
     assert sorted(os.listdir(path.parent)) == ["step=10.ckpt", "step=8.ckpt"]
     assert files.verify(path.parent / "step=8.ckpt")
+
+
+def test_checkpoint_in_object_storage_has_the_parts_of_all_ranks(saved):
+    url = saved("fsdp bucket")[0]["best"]
+    assert url.startswith("bucket://")
+    path = Path(url.removeprefix("bucket:/"))
+    manifest = files.read_manifest(path)
+    assert sorted(manifest.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.ckpt"]
+    assert sorted(os.listdir(path.parent)) == ["step=10.ckpt", "step=8.ckpt"]
+    assert files.verify(path)
 
 
 LATE = {(1, 0), (1, 1)}

@@ -1,15 +1,19 @@
 """The Trainer as seen by Lightning's classes: the attributes that they read exist, with Lightning's values."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from tests.parity import (
+    QUIET,
+    Classifier,
     Learner,
     Logs,
     RecordingLogger,
@@ -144,3 +148,96 @@ def test_limit_that_is_set_later_keeps_the_norm_of_the_callback():
         assert clipping in trainer.callbacks
         assert (clipping.max_norm, clipping.clip_value) == limits
         assert (clipping.norm_type, clipping.log_norm, trainer.gradient_clip_val) == (1.0, False, 2.0)
+
+
+# --- methods of Lightning's class that another library has replaced ---------------------------------------------------
+
+METHODS = ("fit", "validate", "test", "predict", "save_checkpoint")
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """Replace public methods of Lightning's Trainer by functions that record the calls, as MLflow and ClearML do."""
+    seen = []
+
+    def replace(name):
+        original = getattr(LightningTrainer, name)
+
+        def replacement(self, *args, **kwargs):
+            seen.append(f"{name} of {type(self).__name__}")
+            result = original(self, *args, **kwargs)
+            seen.append((args, kwargs, result))
+            return result
+
+        monkeypatch.setattr(LightningTrainer, name, replacement)
+
+    for name in METHODS:
+        replace(name)
+    return seen
+
+
+def test_replacements_see_each_call_of_ours_once_and_return_its_result(tmp_path, replaced):
+    trainer, module, loader = ours(max_epochs=1), Classifier(), data(4)
+    file = str(tmp_path / "a.ckpt")
+    torch.save(module.state_dict(), file)
+    assert trainer.fit(module, loader, val_dataloaders=loader, weights=file) is None
+    loaders = {"train_dataloaders": loader, "val_dataloaders": loader}
+    assert replaced == ["fit of Trainer", ((module,), {**loaders, "weights": file}, None)]
+    assert trainer.global_step == 2
+    trainer.save_checkpoint(file)
+    for name in ("validate", "test", "predict"):
+        replaced.clear()
+        result = getattr(trainer, name)(dataloaders=loader, ckpt_path=file)
+        assert replaced == [f"{name} of Trainer", ((), {"dataloaders": loader, "ckpt_path": file}, result)]
+        assert result
+    replaced.clear()
+    trainer.save_checkpoint(file, weights_only=True)
+    assert replaced == ["save_checkpoint of Trainer", ((file,), {"weights_only": True}, None)]
+    assert "optimizer_states" not in torch.load(file, weights_only=True)
+
+
+def test_replacement_of_save_checkpoint_gets_the_final_names_of_existing_files(tmp_path, monkeypatch):
+    saved, original = [], LightningTrainer.save_checkpoint
+
+    def replacement(self, path, *args, **kwargs):
+        original(self, path, *args, **kwargs)
+        saved.append((Path(path).name, Path(path).stat().st_size > 0))
+
+    monkeypatch.setattr(LightningTrainer, "save_checkpoint", replacement)
+    saver = ModelCheckpoint(tmp_path, save_last=True, save_top_k=-1)
+    ours(max_epochs=2, callbacks=[saver], enable_checkpointing=True).fit(Learner(), data(4))
+    names = ["epoch=0-step=2.ckpt", "last.ckpt", "epoch=1-step=4.ckpt", "last.ckpt"]
+    assert saved == [(name, True) for name in names]
+
+
+def test_errors_nested_calls_and_overrides_of_subclasses_pass_through_replacements(replaced):
+    class Mine(Trainer):
+        def fit(self, *args, **kwargs):
+            replaced.append("override")
+            super().fit(*args, **kwargs)
+            self.validate(*args[:2])
+
+    class Fails(Callback):
+        def on_train_batch_end(self, *_):
+            raise ZeroDivisionError
+
+    trainer = Mine(**QUIET, max_epochs=1)
+    trainer.fit(Classifier(), data(4), data(4))
+    assert [one for one in replaced if isinstance(one, str)] == ["override", "fit of Mine", "validate of Mine"]
+    with pytest.raises(ZeroDivisionError):
+        ours(max_epochs=1, callbacks=[Fails()]).fit(Learner(), data(4))
+    assert replaced[-1] == "fit of Trainer"
+
+
+def test_lightnings_own_trainer_runs_its_own_methods(tmp_path, replaced):
+    ours(max_epochs=1).fit(Learner(), data(4))  # Lightning's function has led to ours
+    replaced.clear()
+    signature = inspect.signature(LightningTrainer.fit.__closure__[1].cell_contents)
+    assert "train_dataloaders" in signature.parameters
+    with lightnings_noise_ignored():
+        trainer = lightning(max_epochs=1)
+        trainer.fit(Learner(), data(4))
+    assert type(trainer) is LightningTrainer
+    assert [one for one in replaced if isinstance(one, str)] == ["fit of Trainer"]
+    assert trainer.global_step == 2
+    assert type(trainer.fit_loop).__module__.startswith("lightning.")

@@ -46,7 +46,7 @@ class CheckpointFiles(TorchCheckpointIO):
     A local file is written to a temporary file in the same folder, synchronized to disk and renamed. The manifest at
     the end of the file (:mod:`trainer.checkpoint.reading`) is used to verify the file before it is read.
     Only checkpoints of this run are removed, except the last good one. Remote files (``s3://...``) are written as in
-    Lightning, with the manifest.
+    Lightning, with the manifest. Of remote folders, only the manifest and the sizes of the files are verified.
 
     Args:
         sharded: if True, a checkpoint is a folder, and each process writes its own part
@@ -128,23 +128,23 @@ class CheckpointFiles(TorchCheckpointIO):
         Args:
             checkpoint: the checkpoint of this process. Its ``DTensor`` objects and those of the other processes are
                 shards of the same tensors.
-            path: a folder in a file system that all processes share.
+            path: a folder in a file system that all processes share, or a URL (``s3://...``).
             group: the gloo group of the processes, for this use only. None for this process alone.
             save: writes further tensors, synchronously; see :func:`trainer.checkpoint.shards.write`. Default: None,
                 DCP writes all tensors.
             facts: additional entries of the manifest. Default: None.
 
         Raises:
-            ConfigurationError: if the path is a URL.
+            ConfigurationError: if the path is a URL and there is ``save``.
             CheckpointWriteError: if the disk is full, or the folder cannot be written to; raised on all processes.
         """
         from trainer.checkpoint import shards  # importing DCP takes 0.1 s
 
-        place = local_path(path)
-        if place is None:
+        place = local_path(path) or str(path).rstrip("/")
+        if save is not None and not isinstance(place, Path):
             raise ConfigurationError(
-                f"Got CheckpointFiles(sharded=True) and a checkpoint at {path}, expected a folder of this machine's"
-                " file systems. Write there, or use sharded=False."
+                f"Got CheckpointFiles(sharded=True) and a checkpoint at {path} with DeepSpeed, which writes its files"
+                " itself; expected a folder of this machine's file systems. Write there, or use sharded=False."
             )
         tree, tensors, processes = shards.split_for_write(checkpoint, 0 if group is None else group.rank())
         rest, copied = (tree, processes), None
@@ -168,7 +168,14 @@ class CheckpointFiles(TorchCheckpointIO):
         return staged
 
     def _save_shards(
-        self, tree: Any, states: dict[int, Any], tensors: Any, facts: dict[str, Any], place: Path, group: Any, save: Any
+        self,
+        tree: Any,
+        states: dict[int, Any],
+        tensors: Any,
+        facts: dict[str, Any],
+        place: str | Path,
+        group: Any,
+        save: Any,
     ) -> list[str]:
         from trainer.checkpoint import shards
 
@@ -179,7 +186,7 @@ class CheckpointFiles(TorchCheckpointIO):
             return self._note_failure(files.write_error(place, error, needed))
         except RuntimeError as error:
             raise CheckpointWriteError(f"The checkpoint {place} was not written: {error}") from error
-        return self._note_saved(place, place)
+        return self._note_saved(place, place if isinstance(place, Path) else None)
 
     def wait(self) -> None:
         """Wait for writes in the background.
@@ -295,7 +302,9 @@ class CheckpointFiles(TorchCheckpointIO):
             return []
         if reason := self._reason_to_keep(local, name):
             return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
-        if local is None:
+        if local is None and sharded_files.folder_at(path) is not None:
+            sharded_files.remove_remote(str(path))
+        elif local is None:
             super().remove_checkpoint(path)
         elif local.is_dir() and not local.is_symlink():
             sharded_files.remove(local)

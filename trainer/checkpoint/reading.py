@@ -383,12 +383,14 @@ def _saved_at(path: Path) -> float:
     return 0.0
 
 
-def write_error(path: Path, error: OSError, needed: int) -> CheckpointWriteError:
+def write_error(path: str | Path, error: OSError, needed: int) -> CheckpointWriteError:
     """Return the error for a checkpoint of ``needed`` bytes that was not written to ``path``, with advice."""
     message = f"The checkpoint {path} was not written: {error.strerror or error}."
     if error.errno in FULL:
         with suppress(OSError):
-            message += f" It needs {needed:,} bytes, and there are {shutil.disk_usage(path.parent).free:,} bytes free."
+            message += (
+                f" It needs {needed:,} bytes, and there are {shutil.disk_usage(Path(path).parent).free:,} bytes free."
+            )
         message += (
             " An earlier file of that name is unchanged. Free space, save fewer checkpoints"
             " (ModelCheckpoint(every_n_epochs, save_top_k)), or continue without them:"

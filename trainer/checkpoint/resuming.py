@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from io import BytesIO
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import loading as checkpoints
 from trainer.checkpoint import reading as files
+from trainer.checkpoint import sharded_files
 from trainer.checkpoint.checkpoint_io import wait_for_saves
 from trainer.checkpoint.folder_locks import lock_folder
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.checkpoint.model_checkpoints import allow_removal, folders_of, folders_with_files, on_first_rank
-from trainer.checkpoint.sharded_files import STATE
 from trainer.common.files import local_path
 from trainer.common.session import Session
 from trainer.errors import ConfigurationError, rank_zero_warn
@@ -124,8 +125,12 @@ def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | str | None]
 
 def loops_in(path: str | Path) -> dict[str, Any]:
     """Return the ``loops`` entry of a checkpoint without reading its tensors; {} if it cannot be read in parts."""
-    place = Path(path)
     with suppress(Exception):  # the error is reported when it is loaded
-        loops: dict[str, Any] = load_inert(place / STATE if place.is_dir() else place, mmap=True)["loops"]
+        folder = sharded_files.folder_at(path)
+        source: Path | BytesIO = Path(path)
+        if folder is not None:
+            place = sharded_files.folder_of_files(folder, sharded_files.read_manifest(folder))
+            source = BytesIO(sharded_files.read_bytes(place, sharded_files.STATE))
+        loops: dict[str, Any] = load_inert(source, mmap=folder is None)["loops"]
         return loops
     return {}

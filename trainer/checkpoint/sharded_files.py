@@ -5,6 +5,9 @@ with the time, the folder's name, the size and SHA-256 of every other file, and 
 the folder is renamed. A folder cannot replace another in one step, so the old one is first moved aside, and removed
 afterwards. If the process is killed in between, both complete folders are left next to the final place; :func:`recover`
 then renames the newer one.
+
+An object storage (``s3://...``) has no renaming. There, the files are in a subfolder with a new name, and the manifest,
+which contains this name, is written last, in one step. So the folder is the old checkpoint until it is the new one.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import FORMAT, PART, Manifest
-from trainer.common.files import sync_folder
+from trainer.common.files import local_path, sync_folder
 from trainer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -35,6 +38,12 @@ STATE = "state.ckpt"
 
 _REMOVED = f"-removed{PART}"
 """Suffix of the names of folders that are being removed."""
+
+_SUBFOLDER = "subfolder"
+"""The manifest's key for the name of the subfolder with the files. Only in remote checkpoints, and copies of them."""
+
+_PREFIX = "files-"
+"""Prefix of the names of subfolders."""
 
 _THREADS = 4  # hashing releases the GIL
 
@@ -60,15 +69,19 @@ def seal(temporary: Path, name: str, files: Mapping[str, tuple[int, str]], facts
         written = (temporary / file).stat().st_size  # written by another process, possibly on another machine
         if written != size:
             raise OSError(f"{temporary / file} has {written:,} bytes, and was written with {size:,}")
-    header = {"format": FORMAT, "saved_at": time.time(), "name": name, **facts}
-    header["files"] = {file: list(files[file]) for file in sorted(files)}
-    text = f'{json.dumps(header)[:-1]}, "sha256": "'
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
     with (temporary / MANIFEST).open("xb") as stream:
-        stream.write(f'{text}{sha256}"}}'.encode())
+        stream.write(_text_of(files, {"name": name, **facts}))
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(temporary)
+
+
+def _text_of(files: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]) -> bytes:
+    header = {"format": FORMAT, "saved_at": time.time(), **facts}
+    header["files"] = {file: list(files[file]) for file in sorted(files)}
+    text = f'{json.dumps(header)[:-1]}, "sha256": "'
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text}{sha256}"}}'.encode()
 
 
 def move_into_place(temporary: Path, place: Path) -> None:
@@ -154,15 +167,15 @@ def recover(folder: Path) -> None:
                 temporary.rename(place)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a folder. :func:`verify` checks the files against it.
+def read_manifest(folder: str | Path) -> Manifest:
+    """Return the manifest of a folder, a path or a URL. :func:`verify` checks the files against it.
 
     Raises:
         CheckpointError: if the folder has no manifest, or a damaged one.
         OSError: if it cannot be read.
     """
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        text = read_bytes(folder, MANIFEST).decode()
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is not a checkpoint, or is incomplete: it has no {MANIFEST}. Expected a folder that"
@@ -182,18 +195,20 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _manifest(header: dict[str, Any], sha256: str) -> Manifest:
     files = {str(name): (int(size), str(digest)) for name, (size, digest) in header.pop("files").items()}
-    if any(name != Path(name).name or name in ("", ".", "..") for name in files):
+    if any(name != Path(name).name or name in ("", ".", "..") for name in [*files, header.get(_SUBFOLDER, STATE)]):
         raise ValueError
     size = sum(size for size, _ in files.values())
     facts = {name: value for name, value in header.items() if name not in ("format", "saved_at")}
     return Manifest(float(header["saved_at"]), size, sha256, facts, files)
 
 
-def verify(folder: Path, reader: int = 0, readers: int = 1) -> Manifest:
+def verify(folder: str | Path, reader: int = 0, readers: int = 1) -> Manifest:
     """Verify that a folder is unchanged since it was written. Reads all files, or the share of one of several readers.
 
+    Of a remote folder, only the manifest and the sizes of the files are verified.
+
     Args:
-        folder: the folder.
+        folder: the folder, a path or a URL.
         reader: number of this reader, which reads a share of the files. Default: 0.
         readers: number of readers. Default: 1.
 
@@ -202,9 +217,13 @@ def verify(folder: Path, reader: int = 0, readers: int = 1) -> Manifest:
     """
     try:
         manifest = read_manifest(folder)
+        files = folder_of_files(folder, manifest)
+        if not isinstance(files, Path):
+            _check_sizes(files, manifest.files)
+            return manifest
         part_files = sorted(manifest.files.items(), key=lambda file: file[1])[reader::readers]  # sorted by size
         with ThreadPoolExecutor(_THREADS, "verify") as threads:
-            for problem in threads.map(lambda file: _problem(folder / file[0], *file[1]), part_files):
+            for problem in threads.map(lambda file: _problem(files / file[0], *file[1]), part_files):
                 if problem:
                     raise CheckpointError(f"{folder} is damaged: {problem}")
     except OSError as error:
@@ -226,3 +245,109 @@ def _problem(path: Path, size: int, sha256: str) -> str:
     if digest.hexdigest() != sha256:
         return f"the bytes of {path.name} are not those that were written (SHA-256)."
     return ""
+
+
+# --- remote checkpoints -----------------------------------------------------------------------------------------------
+
+
+def folder_at(path: str | Path) -> str | Path | None:
+    """Return the path or the URL of the folder at ``path``. None for a file, and for an address of the web."""
+    if (local := local_path(path)) is not None:
+        return local if local.is_dir() else None
+    if str(path).startswith("http"):
+        return None
+    system, place = _located(path)
+    return str(path).rstrip("/") if system.isdir(place) else None
+
+
+def remote_subfolder(url: str) -> str:
+    """Return the URL of a new subfolder, for the files of a checkpoint at ``url``.
+
+    Raises:
+        OSError: if there is a file, or a folder that is not a checkpoint.
+    """
+    system, place = _located(url)
+    if system.isfile(place) or any(name != MANIFEST and not name.startswith(_PREFIX) for name in _sizes(url)):
+        raise FileExistsError(errno.EEXIST, "it exists and is not a sharded checkpoint", url)
+    return f"{url}/{_PREFIX}{secrets.token_hex(6)}"
+
+
+def seal_remote(url: str, subfolder: str, files: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]) -> None:
+    """Write the manifest of a remote checkpoint after its other files, and remove the files of an older one.
+
+    Args:
+        url: the URL of the checkpoint.
+        subfolder: the result of :func:`remote_subfolder`.
+        files: size and SHA-256 of each file as written, by name.
+        facts: additional plain values for the manifest.
+
+    Raises:
+        CheckpointError: if a file is missing or has another size.
+    """
+    system, place = _located(url)
+    name = subfolder.rpartition("/")[2]
+    _check_sizes(subfolder, files)
+    with system.transaction:  # a temporary file and a move, on file systems with transactions
+        system.pipe_file(f"{place}/{MANIFEST}", _text_of(files, {_SUBFOLDER: name, **facts}))
+    for other in _sizes(url).keys() - {name, MANIFEST}:
+        discard_remote(f"{url}/{other}")
+
+
+def remove_remote(url: str) -> None:
+    """Remove a remote checkpoint, the manifest first."""
+    system, place = _located(url)
+    with suppress(FileNotFoundError):
+        system.rm_file(f"{place}/{MANIFEST}")
+    with suppress(FileNotFoundError):  # an empty folder of an object storage
+        system.rm(place, recursive=True)
+
+
+def discard_remote(url: str) -> None:
+    """Remove a remote folder if possible."""
+    system, place = _located(url)
+    with suppress(OSError):
+        system.rm(place, recursive=True)
+
+
+def folder_of_files(folder: str | Path, manifest: Manifest) -> str | Path:
+    """Return the folder of a checkpoint's files: the checkpoint, or its subfolder."""
+    subfolder = manifest.facts.get(_SUBFOLDER)
+    if subfolder is None:
+        return folder
+    return folder / subfolder if isinstance(folder, Path) else f"{folder}/{subfolder}"
+
+
+def read_bytes(folder: str | Path, name: str) -> bytes:
+    """Return the contents of a file in a folder, a path or a URL."""
+    if isinstance(folder, Path):
+        return (folder / name).read_bytes()
+    system, place = _located(folder)
+    return bytes(system.cat_file(f"{place}/{name}"))
+
+
+def _located(path: str | Path) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped] # here, because it takes 0.1 s
+
+    system, place = url_to_fs(str(path))
+    system.invalidate_cache()  # of listings: another process may have written files
+    return system, place.rstrip("/")
+
+
+def _sizes(url: str) -> dict[str, int]:
+    """Return the sizes of files and folders in a folder, by name; {} if it does not exist."""
+    system, place = _located(url)
+    with suppress(FileNotFoundError):
+        found = {one["name"].rstrip("/"): int(one["size"]) for one in system.ls(place, detail=True)}
+        found.pop(place, None)  # some programs store an empty file for a folder
+        return {name.rpartition("/")[2]: size for name, size in found.items()}
+    return {}
+
+
+def _check_sizes(url: str, files: Mapping[str, tuple[int, str]]) -> None:
+    """Raise a CheckpointError if a file is missing or has another size."""
+    found = _sizes(url)
+    for name, (size, _) in files.items():
+        if found.get(name) != size:
+            raise CheckpointError(
+                f"{url} is damaged: {name} has {found.get(name, 0):,} bytes, and was written with {size:,}."
+            )

@@ -37,11 +37,16 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # `load` warns if there is one process
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ImportError:  # older versions
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint import zero_files as zero
@@ -85,7 +90,7 @@ def split_for_write(checkpoint: dict[str, Any], rank: int = 0) -> tuple[Tree, di
     return tree, tensors, dict(enumerate(processes, start=rank))
 
 
-def read_whole(folder: Path, **options: Any) -> dict[str, Any]:
+def read_whole(folder: str | Path, **options: Any) -> dict[str, Any]:
     """Return a checkpoint folder in the form of a file, read by :func:`read` with these options."""
     checkpoint, processes = read(folder, **options)
     if "optimizer_states" in checkpoint:
@@ -173,7 +178,7 @@ def _rename_parameters(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[st
 
 
 def write(
-    place: Path,
+    place: str | Path,
     tree: Tree,
     tensors: dict[str, Tensor],
     processes: Mapping[int, Any],
@@ -184,7 +189,7 @@ def write(
     """Write a checkpoint folder, replacing an older one completely or not at all. All processes must call it.
 
     Args:
-        place: path of the folder, on a file system that all processes share.
+        place: path of the folder, on a file system that all processes share, or its URL.
         tree: from :func:`split`; that of process 0 is written.
         tensors: from :func:`split`. They must not change during the call.
         processes: the per-process state, by rank.
@@ -196,13 +201,14 @@ def write(
         OSError: if writing failed; raised on all processes. An older checkpoint is unchanged.
     """
     rank, is_alone = (0, True) if group is None else (distributed.get_rank(group), False)
-    temporary: Path = _call_on_first(group, lambda: _make_temporary_folder(place))
+    temporary: Any = _call_on_first(group, lambda: _make_temporary_folder(place))
     try:
-        files = _HashingFileSystem()
+        kind: type[FileSystemWriter] = FileSystemWriter if isinstance(temporary, Path) else FsspecWriter
+        writer = kind(temporary, sync_files=False)
+        files: Any = _HashingFileSystem(writer.fs)
+        writer.fs = files
         if save is not None:
             _call_on_all(group, lambda: save(temporary, files))
-        writer = FileSystemWriter(temporary)
-        writer.fs = files
         tensors = tensors | {_process_key(number): _bytes_of(state) for number, state in processes.items()}
         _run_dcp(lambda: _save_state_dict(tensors, writer, group, no_dist=is_alone))
         each = [files.sums]
@@ -211,19 +217,25 @@ def write(
             distributed.gather_object(files.sums, each or None, group=group)
 
         def finish() -> None:
-            files.save(tree, temporary / STATE)
+            files.save(tree, files.concat_path(temporary, STATE))
             sums = {name: checksum for written in [*each, files.sums] for name, checksum in written.items()}
-            sharded_files.seal(temporary, place.name, sums, facts)
-            sharded_files.move_into_place(temporary, place)
+            if isinstance(place, Path):
+                sharded_files.seal(temporary, place.name, sums, facts)
+                sharded_files.move_into_place(temporary, place)
+            else:
+                sharded_files.seal_remote(place, temporary, sums, facts)
 
         _call_on_first(group, finish)
     except BaseException:
         if rank == 0:
-            sharded_files.discard(temporary)
+            discard = sharded_files.discard if isinstance(temporary, Path) else sharded_files.discard_remote
+            discard(temporary)
         raise
 
 
-def _make_temporary_folder(place: Path) -> Path:
+def _make_temporary_folder(place: str | Path) -> str | Path:
+    if not isinstance(place, Path):
+        return sharded_files.remote_subfolder(place)
     sharded_files.check_replaceable(place)
     make_folder(place.parent)
     temporary = sharded_files.temporary_path(place)
@@ -283,7 +295,7 @@ def _run_dcp(work: Callable[[], Any]) -> None:
 
 
 class _Stream(CountingStream):
-    """A stream that hashes the bytes, and can be flushed to disk."""
+    """A stream that hashes the bytes."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -293,35 +305,37 @@ class _Stream(CountingStream):
         self.hash.update(memoryview(data).cast("B"))
         return super().write(data)
 
-    def fileno(self) -> int:
-        if self.error is not None:
-            raise self.error
-        self.file.flush()
-        number: int = self.file.fileno()
-        return number
-
     def close(self) -> None:
         """No-op: the function that opened the file closes it."""
 
 
-class _HashingFileSystem(FileSystem):
-    """DCP's file system, which also records the size and SHA-256 of each file written."""
+class _HashingFileSystem:
+    """DCP's file system. It records the size and SHA-256 of each file written, and flushes local files to disk."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, files: Any) -> None:
+        self._files = files
         self.sums: dict[str, tuple[int, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with Path(path).open(mode, buffering=_BUFFER) as file:
+        with self._open(path, mode) as file:
             stream = _Stream(file)
             yield stream
             if stream.error is not None:
                 raise stream.error
+            if isinstance(path, Path):
+                file.flush()
+                os.fsync(file.fileno())
         self.sums[Path(path).name] = stream.size, stream.hash.hexdigest()
 
+    def _open(self, path: str | os.PathLike[str], mode: str) -> Any:
+        return path.open(mode, buffering=_BUFFER) if isinstance(path, Path) else self._files.create_stream(path, mode)
+
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
+        self._files.rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
     def add(self, path: Path) -> None:
@@ -329,18 +343,17 @@ class _HashingFileSystem(FileSystem):
         content = path.read_bytes()
         self.sums[path.name] = len(content), hashlib.sha256(content).hexdigest()
 
-    def save(self, value: Any, path: Path) -> None:
-        """Write ``value`` as a separate file, and flush it to disk."""
+    def save(self, value: Any, path: str | Path) -> None:
+        """Write ``value`` as a separate file."""
         with self.create_stream(path, "wb") as stream:
             torch.save(value, stream)
-            os.fsync(stream.fileno())
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read(
-    folder: Path,
+    folder: str | Path,
     *,
     weights_only: bool = True,
     template: Template | None = None,
@@ -369,9 +382,14 @@ def read(
         pickle.UnpicklingError: if it contains unexpected objects.
     """
     manifest = sharded_files.read_manifest(folder)
-    tree = load_inert(folder / STATE, weights_only=weights_only)
+    place = sharded_files.folder_of_files(folder, manifest)
+    tree = load_inert(BytesIO(sharded_files.read_bytes(place, STATE)), weights_only=weights_only)
     is_deepspeeds = zero.FACT in manifest.facts
-    metadata = _metadata_of(folder, manifest)
+    if is_deepspeeds and not isinstance(folder, Path):
+        raise CheckpointError(
+            f"{folder} was written by DeepSpeed. Expected a copy of it on this machine's file systems."
+        )
+    metadata = _metadata_of(place, manifest)
     targets: dict[str, Tensor] = {}
 
     def make(place: KeyPath, value: Tensor) -> Tensor:
@@ -387,9 +405,9 @@ def read(
 
     tree = mapped(tree, make)
     if is_deepspeeds and joins:
-        tree = zero.fill(tree, folder, manifest, only)
+        tree = zero.fill(tree, Path(folder), manifest, only)
     elif is_deepspeeds:
-        zero.check(folder, manifest, *process or (0, 1))
+        zero.check(Path(folder), manifest, *process or (0, 1))
     count = sum(key.startswith(_PROCESS) for key in metadata.state_dict_metadata)
     wanted = [] if only else range(count) if process is None or process[1] != count else [process[0]]
     for rank in wanted:
@@ -398,21 +416,20 @@ def read(
             raise CheckpointError(f"{folder} is damaged: it lacks the entries of process {rank}.")
         targets[_process_key(rank)] = torch.empty(entry.size, dtype=torch.uint8)
     if targets:
-        _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
+        _run_dcp(lambda: _load_state_dict(targets, _reader(place, metadata), no_dist=True))
     buffers = [targets[_process_key(i)] if i in wanted else None for i in range(count)]
     files = [None if buffer is None else BytesIO(buffer.numpy().tobytes()) for buffer in buffers]
     return tree, [None if file is None else load_inert(file, weights_only=weights_only) for file in files]
 
 
-def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
+def _metadata_of(folder: str | Path, manifest: Manifest) -> Metadata:
     """Return DCP's metadata after checking that it describes only tensors in files of this folder.
 
     Raises:
         CheckpointError: if it describes anything else.
         pickle.UnpicklingError: if it contains other objects.
     """
-    with (folder / _METADATA).open("rb") as file:
-        metadata = _MetadataReader(file).load()
+    metadata = _MetadataReader(BytesIO(sharded_files.read_bytes(folder, _METADATA))).load()
     files = manifest.files.keys() - {MANIFEST, STATE, _METADATA}
     if not (
         isinstance(metadata, Metadata)
@@ -482,15 +499,10 @@ def _member(class_: Any, name: Any) -> Enum:
     raise pickle.UnpicklingError(f"its {_METADATA} refers to an attribute, which is not allowed")
 
 
-class _Reader(FileSystemReader):
-    """Read with metadata that was already checked, because DCP's own reader unpickles any object."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that was already read."""
-        return self._metadata
+def _reader(folder: str | Path, metadata: Metadata) -> FileSystemReader:
+    """Return DCP's reader with metadata that was already checked, because it unpickles any object itself."""
+    reader = FileSystemReader(folder) if isinstance(folder, Path) else FsspecReader(folder)
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+    return reader

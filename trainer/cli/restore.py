@@ -63,7 +63,9 @@ def apply(arguments: Arguments) -> None:
     arguments.overrides = [word for word in arguments.overrides if word not in given]
     groups = _chosen(arguments)
     node = _config(run, checkpoint, groups)
-    ConfigStore.instance().store(name=RESTORED, node=node, provider="run")
+    store = ConfigStore.instance()
+    store.repo.pop(f"{RESTORED}.yaml", None)  # of an earlier command in this process
+    store.store(name=RESTORED, node=node, provider="run")
     arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:

@@ -105,7 +105,7 @@ class CheckpointBackend:
         """Return a tensor to read a tensor of a sharded checkpoint into; None for a plain one in host memory."""
         return None
 
-    def reads_parts(self, folder: Path) -> bool:
+    def reads_parts(self, folder: str | Path) -> bool:
         """Return whether the strategy itself reads the tensors of a sharded checkpoint, into the wrapped module."""
         return False
 
@@ -115,17 +115,18 @@ class CheckpointBackend:
         All processes call this together if the checkpoint is a folder.
         """
         with pl_legacy_patch():
-            folder = local_path(path)
-            if folder is not None and folder.is_dir() and files_of(self._engine.strategy) is not None:
+            folder = None if files_of(self._engine.strategy) is None else sharded_files.folder_at(path)
+            if folder is not None:
                 checkpoint = self._load_shards(folder, weights_only)
             else:
-                if folder is not None and (folder.parent / sharded_files.MANIFEST).is_file():
-                    raise CheckpointError(f"{folder} is a part of a checkpoint. Expected the folder: {folder.parent}")
+                local = local_path(path)
+                if local is not None and (local.parent / sharded_files.MANIFEST).is_file():
+                    raise CheckpointError(f"{local} is a part of a checkpoint. Expected the folder: {local.parent}")
                 with without_objects(self._engine.strategy, path) if weights_only else nullcontext():
                     checkpoint = self._engine.strategy.load_checkpoint(path, weights_only=weights_only)
             return up_to_date(checkpoint, path)
 
-    def _load_shards(self, folder: Path, weights_only: bool) -> dict[str, Any]:
+    def _load_shards(self, folder: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a folder. Each process verifies a part of the files."""
         from trainer.checkpoint import shards
 

@@ -467,10 +467,10 @@ class ZeroCheckpoints(CheckpointBackend):
         write, group = partial(parts.write, self._engine.zero().engine), self._engine.collectives.group("saves")
         self._files.save_shards(checkpoint, path, group, write, {parts.FACT: self._topology})
 
-    def reads_parts(self, folder: Path) -> bool:
+    def reads_parts(self, folder: str | Path) -> bool:
         """Return whether DeepSpeed reads the folder: in a fit, with equal number of processes, stage and precision."""
         is_same = read_manifest(folder).facts.get(parts.FACT) == self._topology
-        self._folder = folder if is_same and self._engine.run.fits else None
+        self._folder = Path(folder) if is_same and self._engine.run.fits else None
         return self._folder is not None
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:

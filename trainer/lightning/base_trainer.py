@@ -8,8 +8,11 @@ Lightning's or differ from them.
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -69,6 +72,68 @@ _CONNECTORS = {
 }  # fmt: skip
 
 
+_SOURCE = _METHODS["_run"].__code__.co_filename
+
+
+def _find_original(name: str) -> Any:
+    """Return Lightning's own method, also if another library has replaced it before this import; None if it is gone."""
+
+    def is_original(one: Any) -> bool:
+        place = _SOURCE, f"{LightningTrainer.__qualname__}.{name}"
+        return type(one) is FunctionType and (one.__code__.co_filename, one.__code__.co_qualname) == place
+
+    current = vars(LightningTrainer)[name]
+    return current if is_original(current) else next(filter(is_original, gc.get_objects()), None)
+
+
+_ORIGINALS = {name: _find_original(name) for name in ("fit", "validate", "test", "predict", "save_checkpoint")}
+"""The public methods of Lightning's Trainer that ours overrides, and that MLflow, ClearML and others replace."""
+
+
+def replacement_of(trainer: TrainerBase, kind: type, name: str, given: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Return a call of the function that another library has set on Lightning's class instead of a method, if any.
+
+    Where it calls Lightning's method, that leads back to our method, which then runs. It receives the first argument by
+    its position, and those of the others that differ from their defaults by name.
+
+    Args:
+        trainer: the Trainer.
+        kind: the class with our method.
+        name: the name of the method.
+        given: the local variables of our method: its arguments.
+    """
+    is_led_here, trainer.led_to = trainer.led_to == name, ""
+    original = _ORIGINALS[name]
+    if is_led_here or vars(LightningTrainer)[name] is original:
+        return None
+    if original is not None and original.__code__ is not _call_selected.__code__:
+        _lead_to(kind, name, original)
+    parameters = inspect.signature(getattr(kind, name)).parameters
+    defaults = {one: parameters[one].default if one in parameters else None for one in given}  # `weights` is not shown
+    options = {one: value for one, value in given.items() if value is not defaults[one] and one != "self"}
+    first = [options.pop(one) for one in list(parameters)[1:2] if one in options]
+    return partial(getattr(super(TrainerBase, trainer), name), *first, **options)
+
+
+def _lead_to(kind: type, name: str, original: Any) -> None:
+    """Change Lightning's function, which a replacement may keep anywhere: with one of our Trainers, it calls ours."""
+    kept = FunctionType(original.__code__, original.__globals__, name, original.__defaults__)
+
+    def select(trainer: LightningTrainer, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(trainer, TrainerBase):
+            return kept(trainer, *args, **kwargs)
+        trainer.led_to = name
+        return getattr(kind, name)(trainer, *args, **kwargs)
+
+    original.__signature__ = inspect.signature(original)
+    original.__defaults__, original.__kwdefaults__ = None, {"_select": select}
+    original.__code__ = _call_selected.__code__
+
+
+def _call_selected(self: Any, *args: Any, _select: Any, **kwargs: Any) -> Any:
+    return _select(self, *args, **kwargs)
+
+
 class TrainerBase(LightningTrainer):
     """Lightning's Trainer on top of our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
 
@@ -76,6 +141,8 @@ class TrainerBase(LightningTrainer):
     prefetch_batches: int
     inference_mode: bool
     detect_anomaly: bool
+    led_to = ""
+    """The name of our method that Lightning's leads to: see :func:`replacement_of`."""
 
     # the parts of Lightning's Trainer that inherited methods read
     fit_loop = LoopAttribute[FitLoopView]()

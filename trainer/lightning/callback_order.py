@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from trainer.arguments import refuse_other_package
 from trainer.callbacks.gradient_accumulation import accumulation_schedule
 from trainer.errors import ConfigurationError
+from trainer.loop.overrides import defines_defaults
 from trainer.loop.run_state import RunState
 
 
@@ -38,6 +39,8 @@ def attach_model_callbacks(run: RunState) -> None:
     Each of them replaces the callbacks of the same type or of one of its base classes.
     """
     before = run.callbacks
+    if other := sys.modules.get("pytorch_lightning"):
+        defines_defaults(other.Callback)  # its empty hooks
     run.trainer._callback_connector._attach_model_callbacks()
     try:
         for callback in run.callbacks:

@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, RichModelSummary
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -67,7 +67,7 @@ def build_callbacks(
     """
     passed = given["callbacks"]
     refuse_other_package("callbacks", passed, *(passed if isinstance(passed, Sequence) else ()))
-    callbacks: list[Any] = [] if passed is None else [passed] if isinstance(passed, Callback) else list(passed)
+    callbacks: list[Any] = [] if passed is None else list(passed) if isinstance(passed, Iterable) else [passed]
 
     def missing(class_: type) -> bool:
         return not any(isinstance(callback, class_) for callback in callbacks)
