@@ -218,10 +218,10 @@ class Preparation:
             return chosen
         if current is not None and self._progress.position is STARTED:
             names = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
-            raise ConfigurationError(
-                f"The optimizers were replaced by {names}, and one of the old or new optimizers evaluates the loss"
-                " itself. Replace them in `on_train_epoch_start` or between two epochs."
+            problem = (
+                f"The optimizers were replaced by {names}, and one of the old or new ones evaluates the loss itself"
             )
+            raise ConfigurationError(f"{problem}. Replace them in `on_train_epoch_start` or between two epochs.")
         backward: Callable[..., None] | None = None if engine.override_of("backward") is None else loop.run_backward
         step: Callable[..., Any] | None = None if isinstance(chosen, FitLoop) else chosen.step
         if isinstance(chosen, ManualOptimization):
@@ -433,9 +433,8 @@ def _refuse_changes(module: LightningModule, before: dict[str, Any]) -> None:
     if changed:
         raise ConfigurationError(
             f"{type(module).__name__}.{changed[0]} was set during the fit, which keeps using the original: expected it"
-            " to be set before, in `setup` or `on_fit_start`. To train in phases, choose inside the method (`return"
-            " self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or call `fit` for each"
-            " phase."
+            " to be set before, in `setup` or `on_fit_start`. To train in phases, choose inside the method (`if"
+            " self.current_epoch < 2`), or call `fit` for each phase."
         )
 
 
@@ -447,10 +446,8 @@ def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bo
     """
     batches = loop.progress.batches_this_epoch
     if not all_have_batch and not batches and not may_be_empty:
-        raise ConfigurationError(
-            "A process has no training batch in this epoch, and others have some. Each process needs at least one:"
-            " metrics are reduced over all of them. Divide the data evenly."
-        )
+        reason = "Each process needs at least one, because metrics are reduced over all. Divide the data evenly."
+        raise ConfigurationError(f"A process has no training batch in this epoch, and others have some. {reason}")
     if not all_have_batch and needs_equal_counts is not None:
         limit = f"Set Trainer(limit_train_batches={batches}), or divide" if batches else "Divide"
         raise ConfigurationError(

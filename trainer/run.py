@@ -204,9 +204,9 @@ class Run:
         if datamodule is not None and given:
             fn = self._run.fn
             assert fn is not None
+            got = f"Got {type(datamodule).__name__} and dataloaders for {' and '.join(given)}."
             raise ConfigurationError(
-                f"You cannot pass both dataloaders and a datamodule to `Trainer.{fn.value}`. Got"
-                f" {type(datamodule).__name__} and dataloaders for {' and '.join(given)}."
+                f"You cannot pass both dataloaders and a datamodule to `Trainer.{fn.value}`. {got}"
             )
         self._data.attach(module, dataloaders, datamodule)
         if self._run.fits:
@@ -224,11 +224,8 @@ class Run:
         if is_other and (hook := _hook_of_fit(other)):
             fn = self._run.fn
             assert fn is not None
-            raise ConfigurationError(
-                f"`Trainer.{fn.value}` was called in {hook} with the module that another Trainer"
-                " was training. This would replace `module.trainer` and clear the gradients. Pass a copy of the module:"
-                " `copy.deepcopy(module)`."
-            )
+            called = f"`Trainer.{fn.value}` was called in {hook} with the module that another Trainer was training"
+            raise ConfigurationError(f"{called}. Pass a copy of the module: `copy.deepcopy(module)`.")
 
     # --- in each process of the run ---------------------------------------------------------------------------
 

@@ -74,6 +74,13 @@ _RUN_OPTIONS = "resume", "exact_resume", "dataloader_timeout", "reload_dataloade
 """The same for the attributes of the RunState."""
 
 
+_ENGINE_OPTIONS = (
+    "accelerator", "strategy", "devices", "num_nodes", "sync_batchnorm", "benchmark", "deterministic",
+    "use_distributed_sampler",
+)  # fmt: skip
+"""The arguments that the engine is built with."""
+
+
 class Trainer(TrainerBase):
     """Train, validate, test and predict with a ``LightningModule``.
 
@@ -185,18 +192,7 @@ class Trainer(TrainerBase):
             given |= dict.fromkeys(off, False) | {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
         limits = arguments.parse_limits(given, rank_zero_info)
         plugin = resolve_precision(precision)
-        engine = self._build_engine(
-            plugin,
-            plugins,
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            sync_batchnorm=sync_batchnorm,
-            benchmark=benchmark,
-            deterministic=deterministic,
-            use_distributed_sampler=use_distributed_sampler,
-        )
+        engine = self._build_engine(plugin, plugins, **{name: given[name] for name in _ENGINE_OPTIONS})
         plugin = engine.precision
 
         self._default_root_dir = os.path.expanduser(default_root_dir or os.getcwd())

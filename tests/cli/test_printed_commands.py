@@ -254,7 +254,7 @@ SCENARIOS = {
     "cli/checks/first_look.py:bottleneck": slow_step,
     "cli/checks/memory.py:check_memory": unpredictable,
     "cli/compare/__init__.py:report": compared,
-    "cli/consolidate.py:command": printed_by("consolidate"),
+    "cli/export.py:convert": printed_by("consolidate"),
     "cli/help.py:_first_screen": first_screen,
     "cli/help.py:help_text": helped,
     "cli/recipes.py:_find": printed_by("recipes", "lin"),

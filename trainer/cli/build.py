@@ -19,9 +19,8 @@ from trainer.arguments import NUMBER, SWITCH, WHOLE, Kind
 from trainer.cli.failure import is_about_settings
 from trainer.cli.parsing import UsageError
 from trainer.cli.processes import environment
-from trainer.cli.schema import TEXT_ADVICE, check_settings, mistake
+from trainer.cli.schema import TEXT_ADVICE, check_settings, mistake, walk
 from trainer.cli.targets import PACKAGES, Allowlist
-from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
 
 _SPECIAL = {

@@ -1,4 +1,4 @@
-"""Print the error that ended a run as a short paragraph: its message, the line of the user's code, and advice.
+"""Print the error that ended a run, as a short paragraph: message, line of the user's code, advice; and its warnings.
 
 The full traceback is written to the log file in the run's folder; ``--debug`` prints it as well. Advice depends on the
 type of the error and, for some types, on its message and notes. Messages of other libraries are printed unchanged.
@@ -12,8 +12,12 @@ import os
 import re
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from trainer.cli.folders import is_users
 from trainer.cli.processes import is_debug, is_first, rank
@@ -181,16 +185,13 @@ def _advice(error: BaseException) -> str:
         return "callbacks=nonfinite_guard names step and layer; callbacks.nonfinite_guard.policy=skip skips such steps."
     if isinstance(error, UnsafeCheckpointError):
         return (
-            "In your own program, load the file with torch.load(..., weights_only=False), remove these objects, and"
-            " save the rest to another file with torch.save."
+            "If you trust the file: torch.load(..., weights_only=False), remove these objects, and torch.save the rest."
         )
     if isinstance(error, ModuleNotFoundError):
         if error.name is None:  # not raised by an import, such as in Lightning's loggers
             return "Install the package that the message names."
-        return (
-            f"If {error.name} is a package, install it. If it is your own file, run the command in the folder of that"
-            f" file. The recipes need: {packages.pip_install('recipes')}."
-        )
+        own = f"If {error.name} is a package, install it. If it is your file, run the command in its folder."
+        return f"{own} The recipes need: {packages.pip_install('recipes')}."
     if not is_out_of_memory(error) or isinstance(error, TrainerError):
         return ""
     return (
@@ -227,3 +228,41 @@ def _is_first_to_report(error: Exception) -> bool:
     except OSError:
         return is_first()
     return True
+
+
+@contextmanager
+def log_warnings() -> Iterator[None]:
+    """Inside the context, print each warning once, as one line, and also write it to the run's log.
+
+    Only the handler of the log gets the warnings, because Python itself prints them, above the progress bar. Repeated
+    texts are dropped: torch issues some warnings from several places and for each dataloader.
+    """
+    show, form = warnings.showwarning, warnings.formatwarning
+    shown: set[str] = set()
+
+    def show_once(message: Warning | str, category: type[Warning], filename: str, lineno: int, *file: Any) -> None:
+        text = _in_one_line(message)
+        if text in shown:
+            return
+        shown.add(text)
+        warnings.formatwarning = _line  # set here, because importing Lightning replaces it
+        show(message, category, filename, lineno, *file)
+        if (handler := log_handler()) is not None:
+            entry = f"{text} ({from_here(Path(filename))}:{lineno})"
+            handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (entry,), None))
+
+    warnings.showwarning = show_once  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.showwarning, warnings.formatwarning = show, form
+
+
+def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Return the line for the terminal, with file and line number if the file is the user's own."""
+    is_own = Path(filename).is_relative_to(Path.cwd()) and packages.is_users_file(filename)
+    return f"WARNING: {_in_one_line(message)}{f' ({from_here(Path(filename))}:{lineno})' if is_own else ''}\n"
+
+
+def _in_one_line(message: Warning | str) -> str:
+    return " ".join(str(message).split())

@@ -69,7 +69,7 @@ class RunSummary(RecordView):
 
     def show(self, record: RunRecord) -> None:
         """Print the table."""
-        self.summary = {name: fact for name, fact in record.facts.items() if name not in ("curves", "environment")}
+        self.summary = record.brief
         console = terminal.console(self._console, 250)
         console.print(_table(record).drawn())
         for name, path in _paths(record.paths):  # not wrapped, so that a path can be copied

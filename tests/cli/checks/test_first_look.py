@@ -155,7 +155,7 @@ def test_shown_report(capsys):
         "batch[1] 8 int64 0 to 2 0: 3, 1: 3, 2: 2",
         "single 1 32-true ",
         *["fsdp 8 32-true "] * HAS_FSDP2,
-        "The layers, in float32: 147 parameters, 67 trained, loss ",
+        "2 of 2 layers, in float32: 147 parameters, 67 trained, loss ",
         "first Linear 40 256 bytes ",
         "Measured time of loading and of a training step",
         "loading a batch ",

@@ -65,18 +65,18 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
     return samples_of(batch, range(taken)), reason
 
 
-def time_step(found: Findings, recipe: Recipe, batch: Any, samples: int) -> dict[str, Any]:
+def time_step(found: Findings, recipe: Recipe, batch: Any) -> dict[str, Any]:
     """Run a few steps in the precision of the run, and return a row with the time of a step on the whole batch.
 
     Args:
         found: gets a remark about the layers that compute in float8 with ``fp8-mixed``.
         recipe: the recipe.
         batch: the batch, or a part of it.
-        samples: number of samples in the whole batch.
     """
+    assert recipe.loaded is not None
     observer = _Clock()
     trainer = fit(recipe, batch, observer)
-    taken = batch_size(batch)
+    taken, samples = batch_size(batch), batch_size(recipe.loaded.batch)  # 0 without a tensor
     seconds = statistics.median(observer.seconds[1:] or observer.seconds)
     precision = trainer.engine.precision
     if isinstance(precision, Float8Precision):
@@ -84,8 +84,8 @@ def time_step(found: Findings, recipe: Recipe, batch: Any, samples: int) -> dict
         reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
         rest, names = f" The others do not: {reasons}." if others else "", join_first(map(repr, chosen), 6)
         found.remark(f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}")
-    about = f"{trainer.precision} on {device_of(trainer)}" + (f", measured with {taken} samples" if taken else "")
-    return {"measured": "a step", "seconds": seconds * (samples / taken if taken else 1.0), "about": about}
+    about = f"{trainer.precision} on {device_of(trainer)}, measured with {taken} samples"
+    return {"measured": "a step", "seconds": seconds * (samples or 1) / (taken or 1), "about": about}
 
 
 class _Clock(Clock):
@@ -123,17 +123,15 @@ def fit(recipe: Recipe, batch: Any, observer: pl.Callback, **changes: Any) -> An
     """
     trainer_node = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}
     settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": trainer_node} | changes
-    begin: dict[str, Any] = {"weights": settings["weights"]}
+    data: dict[str, Any] = {"train_dataloaders": _RepeatBatch(batch)}
+    if recipe.settings["data"] is not None:  # the data module is set up already; its batch hooks are used
+        recipe.data.prepare_data = recipe.data.setup = recipe.data.teardown = lambda *_, **__: None
+        recipe.data.train_dataloader = lambda: _RepeatBatch(batch)
+        data = {"datamodule": recipe.data}
     with TemporaryDirectory() as folder:
         module, _, trainer = assemble(settings, Path(folder))
         trainer.callbacks = []
-        if recipe.settings["data"] is None:
-            begin["train_dataloaders"] = _RepeatBatch(batch)
-        else:  # the data module is set up already; its batch hooks are used
-            recipe.data.prepare_data = recipe.data.setup = recipe.data.teardown = lambda *_, **__: None
-            recipe.data.train_dataloader = lambda: _RepeatBatch(batch)
-            begin["datamodule"] = recipe.data
-        rehearse(trainer, module, observer, **begin)
+        rehearse(trainer, module, observer, weights=settings["weights"], **data)
     return trainer
 
 

@@ -19,28 +19,21 @@ from trainer.cli.compare.verdict import Thresholds, Verdict, assess, choose_metr
 from trainer.cli.help import versions
 from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.schema import read_settings
-from trainer.common.terminal import (
-    Table,
-    command_line,
-    format_mebibytes,
-    format_number,
-    four_digits,
-    is_quiet,
-    markdown_table,
-    print_line,
-)
+from trainer.common import terminal
+from trainer.common.terminal import Table, command_line, is_quiet, print_line
 from trainer.record.run_record import MEASURING, RunRecord
 from trainer.record.sweep_record import Sweep, load_sweep
 
 _FEW_BATCHES = 20
+_WORDS: dict[bool | None, str] = {True: "met", False: "missed"}
 
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("label", "run", str),
-    ("final_loss", "final loss", format_number),
-    ("metric", "", format_number),
+    ("final_loss", "final loss", terminal.format_number),
+    ("metric", "", terminal.format_number),
     ("train_seconds", "training", "{:.1f} s".format),
-    ("samples_per_second", "samples/s", four_digits),
-    ("peak_memory", "peak memory", lambda sizes: format_mebibytes(next(iter(sizes.values())))),
+    ("samples_per_second", "samples/s", terminal.four_digits),
+    ("peak_memory", "peak memory", lambda sizes: terminal.format_mebibytes(next(iter(sizes.values()), None))),
     ("skipped_steps", "skipped", str),
     ("speedup", "speed-up", "{:.2f}x".format),
     ("memory_saving", "memory", lambda saving: f"{-saving:+z.0%}"),
@@ -97,8 +90,7 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
     if not runs:
         return 0
     comparison = Comparison(runs, limits)
-    words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
-    command = command_line("compare", *words)
+    command = command_line("compare", *(word for word in overrides if not word.startswith("hydra.sweep.dir=")))
     (folder / "compare.md").write_text(comparison.markdown(command), encoding="utf-8")
     numbers = {"command": command, **comparison.as_dict()}
     (folder / "compare.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
@@ -140,7 +132,7 @@ class Comparison:
             assess(run, first, self.goal, limits) if run is not first and run.completed and first.completed else None
             for run in runs
         ]
-        self.conditions = [*([remark] if remark else []), *condition_differences(runs), *_reliability_notes(runs)]
+        self.conditions = [*filter(None, [remark]), *condition_differences(runs), *_reliability_notes(runs)]
         self.title = f"{first.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
 
     def markdown(self, command: str) -> str:
@@ -149,7 +141,7 @@ class Comparison:
         parts = [
             f"# {self.title}",
             f"    {command}",
-            markdown_table(*self._table()),
+            terminal.markdown_table(*self._table()),
             f"## Verdicts\n\n{findings}",
             "## Conditions\n\n" + "\n".join(f"- {condition}" for condition in self.conditions),
             f"Made with {', '.join(versions().splitlines())}.",
@@ -168,40 +160,31 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of ``compare.json``."""
-        return {
-            "metric": self.goal[0] if self.goal else None,
-            "thresholds": asdict(self.limits),
-            "conditions": self.conditions,
-            "runs": [
-                {
-                    "label": run.label,
-                    "precision": run.precision,
-                    "status": run.status,
-                    "error": run.error or None,
-                    "final_loss": run.final_loss,
-                    "metric": run.value_of(self.goal[0]) if self.goal else None,
-                    "train_seconds": run.throughput.get("train_seconds"),
-                    "samples_per_second": run.samples_per_second,
-                    "peak_memory": run.facts.get("peak_memory") or None,
-                    "skipped_steps": run.skipped_steps,
-                    "verdict": asdict(verdict) if verdict else None,
-                    "run_dir": run.facts.get("run_dir"),
-                }
-                for run, verdict in zip(self.runs, self.verdicts, strict=True)
-            ],
-        }
+        metric = self.goal[0] if self.goal else None
+        runs = [
+            run.brief
+            | {
+                "label": run.label,
+                "final_loss": run.final_loss,
+                "metric": run.value_of(metric) if metric else None,
+                "verdict": asdict(verdict) if verdict else None,
+            }
+            for run, verdict in zip(self.runs, self.verdicts, strict=True)
+        ]
+        return {"metric": metric, "thresholds": asdict(self.limits), "conditions": self.conditions, "runs": runs}
 
     def _findings(self) -> Iterator[str]:
         """Iterate over lines with the label and the verdict or error of each run, and its advice, indented."""
-        first, *others = self.runs
-        if not first.completed or not others:
-            yield f"{first.label}: {_outcome(first) or 'there is no other run to compare with.'}"
-        for run, verdict in zip(others, self.verdicts[1:], strict=True):
-            if verdict is None:
-                yield f"{run.label}: {_outcome(run) or f'completed, but {first.label} did not.'}"
-            else:
+        first = self.runs[0]
+        alone = "there is no other run to compare with." if len(self.runs) == 1 else ""
+        for run, verdict in zip(self.runs, self.verdicts, strict=True):
+            if verdict is not None:
                 yield f"{run.label}: {verdict.text}"
                 yield from (f"  - {line}" for line in verdict.advice)
+            elif not run.completed:
+                yield f"{run.label}: {run.status}: {run.error or 'no error was recorded'}"
+            elif run is not first or alone:
+                yield f"{run.label}: {alone or f'completed, but {first.label} did not.'}"
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         metric = Sweep(self.runs).titled(self.goal[0]) if self.goal else None
@@ -209,9 +192,7 @@ class Comparison:
         rows = []
         for run in self.as_dict()["runs"]:
             verdict = run["verdict"] or {}
-            word = run["status"] if run["status"] != "completed" else None
-            if verdict and word is None:
-                word = "met" if verdict["met"] else "missed"
+            word = run["status"] if run["status"] != "completed" else _WORDS.get(verdict.get("met"))
             figures = run | verdict | {"word": word}
             rows.append(["-" if figures.get(key) is None else form(figures[key]) for key, _, form in columns])
         return [str(name) for _, name, _ in columns], rows
@@ -223,30 +204,22 @@ def condition_differences(runs: Sequence[RunRecord]) -> list[str]:
     if len(done) < 2:
         return []
     first, *others = done
-    found = []
+    names = ("seed", "devices", "epochs", "steps")
+    differences = []
     for run in others:
-        for fact in ("seed", "devices"):
-            value, first_value = run.facts.get(fact), first.facts.get(fact)
+        for name in names:
+            value, first_value = run.facts.get(name), first.facts.get(name)
             if value != first_value:
-                found.append(f"{run.label} has {fact} {value}, {first.label} {first_value}.")
-        if _length(run) != _length(first):
-            found.append(f"{run.label} has {_length(run)}; {first.label} has {_length(first)}.")
-        epoch = _first_difference(run, first)
-        if epoch is not None:
-            found.append(
-                f"{run.label} and {first.label} got different batches from epoch {epoch} (counted from 1): the runs"
-                " draw different random numbers (for example, torch.randn_like depends on the precision). Give the"
-                " dataloader its own generator."
-            )
-    if found:
-        return [f"Different between runs: {found[0]}", *found[1:]]
-    batches = "the first batch of every epoch" if all(run.throughput.get("batches") for run in done) else ""
-    conditions = (f"seed {first.facts.get('seed')}", first.devices, _length(first), batches)
-    return [f"Equal in all runs: {', '.join(filter(None, conditions))}."]
-
-
-def _length(run: RunRecord) -> str:
-    return f"epochs: {format_number(run.epochs)}, optimizer steps: {format_number(run.steps)}"
+                differences.append(f"{run.label} has {name} {value}, {first.label} {first_value}.")
+        if (epoch := _first_difference(run, first)) is not None:
+            advice = "because they draw different random numbers. Give the dataloader its own generator."
+            differences.append(f"{run.label} and {first.label} got different batches from epoch {epoch} on, {advice}")
+    if differences:
+        return [f"Different between runs: {differences[0]}", *differences[1:]]
+    conditions = [f"{name} {first.facts.get(name)}" for name in names]
+    if all(run.throughput.get("batches") for run in done):
+        conditions.append("the first batch of every epoch")
+    return [f"Equal in all runs: {', '.join(conditions)}."]
 
 
 def _first_difference(run: RunRecord, first: RunRecord) -> int | None:
@@ -260,22 +233,11 @@ def _first_difference(run: RunRecord, first: RunRecord) -> int | None:
 
 def _reliability_notes(runs: Sequence[RunRecord]) -> list[str]:
     """Return sentences about the reliability of the numbers."""
-    found = []
+    notes = []
     batches = [measured for run in runs if (measured := run.throughput.get("measured_batches")) is not None]
     if batches and min(batches) < _FEW_BATCHES:
-        found.append(f"The rates were measured over too few batches ({min(batches)}). Train longer for reliable rates.")
+        notes.append(f"The rates were measured over too few batches ({min(batches)}). Train longer for reliable rates.")
     if not any(run.memory_is_the_gpus for run in runs):
-        found.append(
-            "On a CPU, 16 bits are not expected to be faster: it has no Tensor Cores, and only some CPUs have"
-            " instructions for float16 or bfloat16. The peak memory is that of the whole process and hardly depends on"
-            " the precision. Speed and memory affect the verdict only if you set a threshold for them."
-        )
-    found.append(
-        "Each setting has only one run, and two seeds can differ as much. To see how much, compare again with seed=7."
-    )
-    return found
-
-
-def _outcome(run: RunRecord) -> str:
-    """Return status and error of a run that did not complete; "" if it completed."""
-    return "" if run.completed else f"{run.status}: {run.error or 'no error was recorded'}"
+        notes.append("On a CPU, 16 bits are not expected to be faster, and the peak memory is that of the process.")
+    notes.append("Each setting has only one run, and two seeds can differ as much: compare again with seed=7.")
+    return notes

@@ -153,10 +153,8 @@ def _assess_quality(
     clause = f"{name} {size} {side} {first.label}"
     if worse <= tolerance:
         return clause, None
-    return clause, (
-        f"{name} is worse by more than {tolerance:g}{unit}. To exclude chance, compare with another seed"
-        " (seed=7). Look at the skipped steps, and find the point at which the loss curves diverge."
-    )
+    advice = "To exclude chance, compare with another seed (seed=7). Look at the skipped steps and the loss curves."
+    return clause, f"{name} is worse by more than {tolerance:g}{unit}. {advice}"
 
 
 def _speed(ratio: float) -> str:
@@ -175,10 +173,7 @@ def _slowness_reasons(run: RunRecord, first: RunRecord) -> Iterable[str]:
     """Iterate over reasons why 16 bits are not faster on a GPU: recorded ones first, then usual ones."""
     waiting = run.throughput.get("waiting")
     if waiting is not None and waiting > 0.2:
-        yield (
-            f"The loop waited for batches {waiting:.0%} of the time: the dataloader is the bottleneck. Increase"
-            " data.num_workers, or use cheaper transforms."
-        )
+        yield f"The loop waited for batches {waiting:.0%} of the time: use more data.num_workers or cheaper transforms."
     if tf32 := first.gpu.get("tf32"):
         yield f"{first.label} used Tensor Cores too: TF32 in {' and '.join(tf32)}."
     yield (

@@ -47,11 +47,7 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     sweep = load_sweep(folder, since)
     if not sweep.runs:
         return 0
-    too_long = ("curves", "environment")
-    numbers = [
-        {**{name: fact for name, fact in run.facts.items() if name not in too_long}, "best": run is sweep.best}
-        for run in sweep.runs
-    ]
+    numbers = [run.brief | {"best": run is sweep.best} for run in sweep.runs]
     (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     header, rows = _rows(sweep, folder)
     result = "\n\n".join(part for part in (_means(sweep), _best(sweep)) if part)
