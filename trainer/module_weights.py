@@ -56,20 +56,20 @@ class LoadedWeights:
     @property
     def facts(self) -> dict[str, Any]:
         """The entry of ``run.json``."""
+        facts = {name: list(getattr(self, name)) for name in ("parameters", "missing", "unused", "prefixes")}
         return {
             "path": self.path,
-            "tensors": [len(self.loaded), len(self.loaded) + len(self.missing) + len(self.differing)],
-            "parameters": list(self.parameters),
-            "missing": list(self.missing),
+            "tensors": [len(self.loaded), self._tensors],
             "differing": dict(self.differing),
-            "unused": list(self.unused),
-            "prefixes": list(self.prefixes),
-        }
+        } | facts
+
+    @property
+    def _tensors(self) -> int:
+        return len(self.loaded) + len(self.missing) + len(self.differing)
 
     def __str__(self) -> str:
         numbers, of = self.parameters
-        tensors = len(self.loaded) + len(self.missing) + len(self.differing)
-        about = f"{len(self.loaded)} of {tensors} tensors, {numbers:,} of {of:,} parameters"
+        about = f"{len(self.loaded)} of {self._tensors} tensors, {numbers:,} of {of:,} parameters"
         lines = [f"Weights from {self.path}: {about}."]
         if any(self.prefixes):
             lines.append("Names in the file start with {!r}, those of the module with {!r}.".format(*self.prefixes))

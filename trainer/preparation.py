@@ -60,17 +60,10 @@ class Preparation:
         self._module = module
         self._profiling = Profiling.of(self._run)
         self._optimization: FitLoop | ManualOptimization | ClosureOptimization | None = None
-        self.hooks = Hooks(
-            trainer,
-            module,
-            trainer.callbacks,
-            HookScope(module),
-            overrides,
-            traits.reads_epoch_metrics,
-            traits.runs_last,
-            None if self._profiling is None else self._profiling.hook,
-            trainer.strategy,
-        )
+        order = traits.reads_epoch_metrics, traits.runs_last
+        profile = None if self._profiling is None else self._profiling.hook
+        scope = HookScope(module)
+        self.hooks = Hooks(trainer, module, trainer.callbacks, scope, overrides, *order, profile, trainer.strategy)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -293,9 +286,8 @@ class Preparation:
         loaders.call_before_batches(share_batch)
         if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
-                f"Got {span.fewest:.0f} to {span.most:.0f} training batches per process. {reason} needs the"
-                " same number in each process; otherwise, some processes would wait forever. Set"
-                f" Trainer(limit_train_batches={span.fewest:.0f}), or divide the data evenly."
+                f"Got {span.fewest:.0f} to {span.most:.0f} training batches per process. {reason} needs the same number"
+                f" in each. Set Trainer(limit_train_batches={span.fewest:.0f}), or divide the data evenly."
             )
 
     def _needs_equal_counts(self, loaders: LoaderSet) -> str | None:
@@ -392,7 +384,7 @@ class Preparation:
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
         """Build the function that moves a batch to the device through the user's transfer hooks."""
         engine, scope = self._engine, HookScope(self._module)
-        converts = overrides(engine.precision, "convert_batch")
+        convert = engine.precision.convert_batch if overrides(engine.precision, "convert_batch") else None
 
         def hook(name: str) -> Hook | None:
             own = self._data.transfer_hook(name)
@@ -406,14 +398,7 @@ class Preparation:
             transfer, after = lambda batch, _, index: own(batch, dataloader_idx=index), None
         if (prefetching := self._data.prefetching) is not None:
             move, transfer = prefetching.around(move), None if transfer is None else prefetching.around(transfer)
-        return Transfer(
-            engine.device,
-            engine.precision.convert_batch if converts else None,
-            move,
-            hook("on_before_batch_transfer"),
-            transfer,
-            after,
-        )
+        return Transfer(engine.device, convert, move, hook("on_before_batch_transfer"), transfer, after)
 
 
 _LOOKED_UP_METHODS = (

@@ -74,18 +74,15 @@ def _hook_of_fit(trainer: pl.Trainer) -> str | None:
 
 def _report_no_step(trainer: pl.Trainer, steps: int) -> None:
     """Report that a fit has trained nothing, because the counters are at the end of the training."""
-    longer = (
-        " To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run to"
-        " its fit(ckpt_path=...), so that optimizers and schedules continue."
-    )
+    longer = "To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint to its fit"
     if trainer.ckpt_path is None:
         rank_zero_warn(
             f"Nothing to do: this fit trained no step, because the Trainer has already trained {steps} optimizer steps"
-            " in an earlier fit, and its counters continue. To train another module, or the same one from the start,"
-            f" use a new Trainer.{longer}"
+            f" in an earlier fit, and its counters continue. To start again, use a new one. {longer}(ckpt_path=...)."
         )
     elif trainer.is_global_zero:
-        advice.info(f"Nothing to do: the run has already trained {steps} optimizer steps and is complete.{longer}")
+        done = f"Nothing to do: the run has already trained {steps} optimizer steps and is complete."
+        advice.info(f"{done} {longer}(ckpt_path=...).")
 
 
 class Run:
@@ -390,11 +387,9 @@ class Run:
         if limits.max_steps != -1 or find_callback(self._trainer.callbacks, Timer) is not None:
             return -1
         if limits.max_epochs is None:
-            rank_zero_warn(
-                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
-                " `max_epochs=-1`.",
-                category=PossibleUserWarning,
-            )
+            advice = "To train without an epoch limit, set `max_epochs=-1`."
+            message = f"`max_epochs` was not set. Setting it to 1000 epochs. {advice}"
+            rank_zero_warn(message, category=PossibleUserWarning)
         return 1000
 
     def _check_sanity(self, preparation: Preparation) -> None:
@@ -423,11 +418,8 @@ class Run:
         self._process.begin_fit()
         if trainer.detect_anomaly and not scales_loss:  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
-        preparation.fit(
-            validate=self._validate,
-            begin=self._begin_training,
-            resumes=self.process_state is not None,
-        )
+        resumes = self.process_state is not None
+        preparation.fit(validate=self._validate, begin=self._begin_training, resumes=resumes)
         is_manual = not self._run.is_automatic
         if is_manual:
             count_bare_steps(self._loop, self.session, counts_kept=returned_none(self._loop.optimizers))

@@ -353,9 +353,8 @@ class Trainer(TrainerBase):
         """
         if return_predictions and not self.engine.runs_here:
             raise ConfigurationError(
-                "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Got"
-                f" return_predictions={return_predictions} with {type(self.strategy).__name__}. Write the predictions"
-                " to files with a BasePredictionWriter, or use strategy='ddp'."
+                "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Write the"
+                " predictions to files with a BasePredictionWriter, or use strategy='ddp'."
             )
         loop = self.eval_loops[RunningStage.PREDICTING]
         keep = return_predictions is not False
@@ -426,10 +425,7 @@ class Trainer(TrainerBase):
             RuntimeError: if no ``fit`` is running.
         """
         if self.state.fn is not TrainerFn.FITTING or self.state.stage is None:
-            raise RuntimeError(
-                "`Trainer.reload_dataloaders()` can only be called during training: from a hook of a callback or a"
-                " module, while `Trainer.fit` runs."
-            )
+            raise RuntimeError("`Trainer.reload_dataloaders()` can only be called during training, in a hook.")
         for stage, is_wanted in ((RunningStage.TRAINING, train), (RunningStage.VALIDATING, val)):
             if is_wanted:
                 self.data.invalidate(stage)

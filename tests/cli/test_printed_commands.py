@@ -253,7 +253,7 @@ SCENARIOS = {
     "cli/parsing.py:check_flags": printed_by("tune", "lr", *LINE, "--cfg", "job"),
     "cli/checks/first_look.py:bottleneck": slow_step,
     "cli/checks/memory.py:check_memory": unpredictable,
-    "cli/compare/__init__.py:report": compared,
+    "cli/compare.py:report": compared,
     "cli/export.py:convert": printed_by("consolidate"),
     "cli/help.py:_first_screen": first_screen,
     "cli/help.py:help_text": helped,

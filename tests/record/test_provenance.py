@@ -56,5 +56,6 @@ def test_commit(tmp_path, monkeypatch):
     assert environment()["git"] == expected | {"modified": True}
     monkeypatch.setattr(module, "_GIT_TIMEOUT", 0.0)  # a disk that answers too late
     assert environment()["git"] is None
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module, "_GIT_TIMEOUT", 5.0)
+    monkeypatch.setenv("PATH", "")  # without git
     assert environment()["git"] is None

@@ -133,7 +133,9 @@ def run(config: DictConfig) -> float | None:
         if is_first() and is_ours:
             record.write()
         tracking.end(ok=record.facts["status"] in SUCCESSFUL)
-    _warn_of_missing_objective(settings, record)
+    metric = (settings.get("objective") or {}).get("metric")
+    if record.command == "fit" and record.completed and metric is not None and metric not in record.metrics:
+        log.warning(not_logged("objective.metric", metric, "the run did not log", record.metrics))
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")
     from trainer.callbacks import RunSummary
@@ -386,9 +388,3 @@ def _objective(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
         return None
     objective = {"metric": chosen[0], "mode": chosen[1]}
     return objective | {"value": RunRecord({**facts, "objective": objective}, None).objective_value}
-
-
-def _warn_of_missing_objective(settings: Mapping[str, Any], run: RunRecord) -> None:
-    metric = (settings.get("objective") or {}).get("metric")
-    if run.command == "fit" and run.completed and metric is not None and metric not in run.metrics:
-        log.warning(not_logged("objective.metric", metric, "the run did not log", run.metrics))

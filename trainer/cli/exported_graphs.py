@@ -155,8 +155,8 @@ def inputs_of(module: Any, batch: Any) -> Inputs:
 
 def _first_batch(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, checkpoint: str) -> Any:
     """Return the first batch after the transfer hooks, and load the weights into the module."""
+    owners = [owner for owner in (data, module) if owner is not None]
     for stage, loader, step in _SOURCES:
-        owners = [owner for owner in (data, module) if owner is not None]
         if not is_overridden(step, module) or not any(is_overridden(loader, owner) for owner in owners):
             continue
         first = _FirstBatch()

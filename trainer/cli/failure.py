@@ -19,19 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trainer import errors
 from trainer.cli.folders import is_users
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.common import packages, redaction
 from trainer.common.files import from_here
-from trainer.errors import (
-    ConfigurationError,
-    FolderInUseError,
-    NonFiniteError,
-    ResumeError,
-    TrainerError,
-    UnsafeCheckpointError,
-    is_out_of_memory,
-)
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +53,7 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1) -> 
     """
     error.__dict__["folder"] = folder
     error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
-    if isinstance(error, FolderInUseError):
+    if isinstance(error, errors.FolderInUseError):
         return  # the folder and its log belong to another run
     trace = redaction.text("".join(traceback.format_exception(_without_hydra_frames(error))))
     handler = log_handler()
@@ -94,7 +86,7 @@ def print_error(error: Exception) -> None:
         return
     if is_debug():
         print(printable("".join(traceback.format_exception(_without_hydra_frames(error)))), file=sys.stderr)
-    about_settings = f"trainer: {error if isinstance(error, ConfigurationError) else one_line(error)}"
+    about_settings = f"trainer: {error if isinstance(error, errors.ConfigurationError) else one_line(error)}"
     print(printable(about_settings if is_about_settings(error) else paragraph(error)), file=sys.stderr)
 
 
@@ -124,12 +116,12 @@ def one_line(error: BaseException) -> str:
 
 def paragraph(error: BaseException) -> str:
     """Return a paragraph: the message of ``error``, the line that raised it, advice, and the log with the traceback."""
-    found, is_own = _IN_WORKER.match(str(error)), isinstance(error, TrainerError)
-    kind = found["kind"] if found else type(error).__name__
-    text = _shortened(str(error)[found.end() :] if found else str(error))
-    lines = [f"trainer: {text}" if is_own else f"trainer: {kind}: {text}" if text else f"trainer: {kind}."]
-    if found:
-        lines.append(f"In {found['where']}.")
+    in_worker, is_own = _IN_WORKER.match(str(error)), isinstance(error, errors.TrainerError)
+    name = in_worker["kind"] if in_worker else type(error).__name__
+    text = _shortened(str(error)[in_worker.end() :] if in_worker else str(error))
+    lines = [f"trainer: {text}" if is_own else f"trainer: {name}: {text}" if text else f"trainer: {name}."]
+    if in_worker:
+        lines.append(f"In {in_worker['where']}.")
     if not is_own and (place := user_line(error)):
         lines.append(f"Raised in {place}")
     lines += [note.replace("\n", "\n  ") for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
@@ -138,7 +130,7 @@ def paragraph(error: BaseException) -> str:
     file = error.__dict__.get("log_file")
     if file is not None:
         lines.append(f"The full traceback is in {from_here(file)}{'' if is_debug() else '; --debug prints it'}.")
-    elif not isinstance(error, FolderInUseError) and not is_debug():
+    elif not isinstance(error, errors.FolderInUseError) and not is_debug():
         lines.append("--debug prints the full traceback.")
     return "\n  ".join(lines)
 
@@ -175,15 +167,14 @@ def _shortened(message: str) -> str:
 
 def _advice(error: BaseException) -> str:
     """Return advice about ``error``, or "" for errors without advice."""
-    if isinstance(error, ResumeError):
-        advice = "On the command line, exact_resume=false resumes anyway."
-        if "set a batch size" in str(error):
-            folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
-            advice += f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
-        return advice
-    if isinstance(error, NonFiniteError):
+    if isinstance(error, errors.ResumeError):
+        folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
+        named = f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
+        is_about_size = "set a batch size" in str(error)
+        return f"On the command line, exact_resume=false resumes anyway.{named if is_about_size else ''}"
+    if isinstance(error, errors.NonFiniteError):
         return "callbacks=nonfinite_guard names step and layer; callbacks.nonfinite_guard.policy=skip skips such steps."
-    if isinstance(error, UnsafeCheckpointError):
+    if isinstance(error, errors.UnsafeCheckpointError):
         return (
             "If you trust the file: torch.load(..., weights_only=False), remove these objects, and torch.save the rest."
         )
@@ -192,7 +183,7 @@ def _advice(error: BaseException) -> str:
             return "Install the package that the message names."
         own = f"If {error.name} is a package, install it. If it is your file, run the command in its folder."
         return f"{own} The recipes need: {packages.pip_install('recipes')}."
-    if not is_out_of_memory(error) or isinstance(error, TrainerError):
+    if not errors.is_out_of_memory(error) or isinstance(error, errors.TrainerError):
         return ""
     return (
         "Less memory: a smaller data.batch_size with a larger trainer.accumulate_grad_batches, precision=bf16-mixed,"
@@ -218,15 +209,12 @@ def _is_first_to_report(error: Exception) -> bool:
 
     The first error is the cause. The other processes then fail because that process is missing.
     """
-    folder = error.__dict__.get("folder")
-    if folder is None or error.__dict__.get("processes", 1) < 2:
+    if not is_recorded(error) or error.__dict__["processes"] < 2:
         return True
     try:
-        (folder / _REPORTED).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        return is_first()
+        (error.__dict__["folder"] / _REPORTED).touch(exist_ok=False)
+    except OSError as problem:
+        return is_first() and not isinstance(problem, FileExistsError)
     return True
 
 

@@ -22,7 +22,7 @@ from trainer.cli.folders import packaged_conf
 from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.processes import is_first
 from trainer.cli.workdir import path_override, quoted
-from trainer.common.terminal import command_line, is_quiet
+from trainer.common.terminal import command_line, inform
 from trainer.record.find_checkpoint import CONFIG, find, run_of
 from trainer.record.run_record import load_run
 
@@ -63,8 +63,8 @@ def apply(arguments: Arguments) -> None:
     ConfigStore.instance().store(name=RESTORED, node=node, provider="run")
     arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
-    if is_first() and not is_quiet() and not arguments.shows:
-        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}."), flush=True)
+    if is_first() and not arguments.shows:
+        inform(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}."))
 
 
 def recipe_of(checkpoint: str | None) -> str | None:

@@ -21,7 +21,7 @@ from trainer.cli.failure import forget_last
 from trainer.cli.folders import packaged_conf
 from trainer.cli.parsing import OWN_FLAGS, Arguments, UsageError
 from trainer.cli.processes import broadcast_folder, is_first, slurm_step, under_torchrun
-from trainer.common.terminal import command_line, is_quiet
+from trainer.common.terminal import command_line, inform
 from trainer.record.find_checkpoint import run_of
 from trainer.record.run_record import RUN
 
@@ -84,8 +84,8 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     if is_first():
         folder = str(_make(Path(folder).expanduser(), exist_ok=chosen or resumes or by_srun))
         forget_last(Path(folder))
-        if resumes and not chosen and not is_quiet():
-            print(f"resume=auto: using the folder {folder}", flush=True)
+        if resumes and not chosen:
+            inform(f"resume=auto: using the folder {folder}")
     else:
         arguments.overrides += ["hydra.output_subdir=null", "hydra/job_logging=none"]
     folder = broadcast_folder(folder)

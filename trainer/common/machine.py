@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -187,6 +188,15 @@ def peak_memory() -> int:
     except ImportError:  # Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def nvidia_smi(*words: str) -> list[str]:
+    """Return the lines that the program ``nvidia-smi`` prints; [] if it fails or is missing."""
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def shared_memory() -> tuple[int, int] | None:

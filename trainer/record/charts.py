@@ -123,24 +123,20 @@ def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[
     groups: dict[str, list[str]] = {}
     for name in rows:
         groups.setdefault(_base(name), []).append(name)
-    has_losses = bool(run.losses.finite)
+    losses: list[Line] = []
+    if run.losses.finite:
+        names = groups.get("loss", [])
+        per_step = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
+        losses = list(_training_loss(_continued(run.losses, per_step[0]) if per_step else run.losses))
+        groups["loss"] = [name for name in names if not _is_training(name)]
     learning: list[Chart] = []
     others: list[Chart] = []
     for base, names in groups.items():
         is_loss = base == "loss"
-        losses = run.losses
-        if is_loss and has_losses:
-            step_losses = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
-            losses = _continued(losses, step_losses[0]) if step_losses else losses
-            names = [name for name in names if not _is_training(name)]
-        lines = list(_lines(names, rows, first=int(is_loss and has_losses)))
-        if is_loss and has_losses:
-            lines = [*_training_loss(losses), *lines]
+        lines = list(_lines(names, rows, first=int(is_loss and bool(losses))))
         title = "Loss" if is_loss else base if len(names) > 1 else names[0]
         is_metric = is_loss or any(_STAGE.match(name) or name in validated for name in names)
-        (learning if is_metric else others).append(Chart(title, lines))
-    if has_losses and "loss" not in groups:
-        learning.append(Chart("Loss", list(_training_loss(run.losses))))
+        (learning if is_metric else others).append(Chart(title, [*losses, *lines] if is_loss else lines))
     return sorted(learning, key=lambda chart: chart.title != "Loss"), others
 
 

@@ -47,8 +47,8 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     is_of_run = folder != path or (path / CONFIG).is_file()
     # names such as {val/loss} have a slash, and ModelCheckpoint may have another folder
-    found = checkpoints_in(folder) if is_of_run else folder.glob("*.ckpt")
-    files = sorted(found, key=lambda file: file.stat().st_mtime)
+    files = checkpoints_in(folder) if is_of_run else list(folder.glob("*.ckpt"))
+    files.sort(key=lambda file: file.stat().st_mtime)
     last = [file for file in files if file.stem.partition("-v")[0] == "last"]
     others = [file for file in files if file not in last]
     if latest and files:  # an interruption may have written a checkpoint after last.ckpt

@@ -63,12 +63,8 @@ class Usage:
 
     def facts(self) -> dict[str, int]:
         """Return all known values, for a record."""
-        sizes = {
-            **self.kinds,
-            "rest": self.rest,
-            **{name: size for name, size in vars(self).items() if name != "kinds"},
-        }
-        return {name: size for name, size in sizes.items() if size is not None}
+        sizes = {**self.kinds, "rest": self.rest, **vars(self)}
+        return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def measure(

@@ -16,8 +16,7 @@ from tests.support import HAS_FSDP2
 from trainer.cli import main
 from trainer.cli.checks import LoadedBatch, Recipe, first_look, steps
 from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, load, save_images, suspicious
-from trainer.cli.checks.layers import SCALE, Layer, largest_scale
-from trainer.cli.checks.steps import part_for
+from trainer.cli.checks.steps import SCALE, Layer, largest_scale, part_for
 
 MODULE = """
 import random

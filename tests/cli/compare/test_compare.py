@@ -10,8 +10,7 @@ import torch
 from tests.cli.compare.test_verdict import labeled
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.compare import Comparison, condition_differences, read_runs, report
-from trainer.cli.compare.verdict import Thresholds
+from trainer.cli.compare import Comparison, Thresholds, condition_differences, read_runs, report
 from trainer.common.terminal import QUIET
 from trainer.record.run_record import load_run
 

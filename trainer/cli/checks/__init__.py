@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -212,12 +211,7 @@ def check_host(found: Findings) -> None:
 
 def nvidia_driver() -> str | None:
     """Return the version of NVIDIA's driver from ``nvidia-smi``, or None."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.strip().partition("\n")[0] or None
+    return next(iter(machine.nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
 
 
 def show(found: Findings) -> None:

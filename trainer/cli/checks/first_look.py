@@ -12,7 +12,7 @@ import torch
 
 from trainer.cli import failure
 from trainer.cli.checks import Findings, LoadedBatch, Recipe, batch, memory, steps
-from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale
+from trainer.cli.checks.steps import LARGEST, SCALE, Layer, Layers, largest_scale
 from trainer.cli.schema import read_settings
 from trainer.common import machine
 from trainer.common.machine import readable

@@ -33,6 +33,11 @@ OVERHEAD = 2**30
 """Bytes reserved for memory outside of tensors: CUDA's context, workspaces of its libraries, fragmentation."""
 
 _ASSUMED_DEVICES = 8
+_LINES: dict[str, Callable[[Any], str]] = {
+    "line": lambda line: f"{Path(line['file']).name}:{line['line']}",
+    "code": itemgetter("code"),
+    "instead": itemgetter("instead"),
+}
 _STRATEGIES = {"single": "one device", "ddp": "trainer=ddp", "fsdp": "trainer=fsdp"}
 _COLUMNS: dict[str, Callable[[Any], str]] = {
     "strategy": itemgetter("strategy"),
@@ -77,11 +82,11 @@ def check_memory(found: Findings, recipe: Recipe, settings: Settings) -> None:
     except UsageError:
         raise
     except Exception as error:
-        lines = "".join(f" It reads values in {line}." for line in format_synchronizations(reads.values()))
+        places = "".join(f" It reads values in {line}." for line in format_synchronizations(reads.values()))
         found.problem(
             f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. On tensors"
             " without values, a step must not depend on values (x[mask], mask.nonzero()) or use manual optimization."
-            f" `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory instead.{lines}"
+            f" `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory instead.{places}"
         )
         return
     found.remark("The memory is predicted for a step with the first training batch on a GPU.")
@@ -90,16 +95,8 @@ def check_memory(found: Findings, recipe: Recipe, settings: Settings) -> None:
     recipe.peak = needs[0]["peak"]
     found.facts["verdict"] = verdict(memory, [need for need in needs if need["precision"] == needs[0]["precision"]])
     found.add("memory", f"Memory on each device, for {parameters:,} parameters and this batch", _COLUMNS, needs)
-    found.add(
-        "synchronizations",
-        "Host-device synchronizations in each step on a GPU",
-        {
-            "line": lambda line: f"{Path(line['file']).name}:{line['line']}",
-            "code": itemgetter("code"),
-            "instead": itemgetter("instead"),
-        },
-        [vars(line) | {"instead": line.instead} for line in reads.values()],
-    )
+    lines = [vars(line) | {"instead": line.instead} for line in reads.values()]
+    found.add("synchronizations", "Host-device synchronizations in each step on a GPU", _LINES, lines)
 
 
 def verdict(memory: int | None, needs: list[dict[str, Any]]) -> str:

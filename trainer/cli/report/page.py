@@ -39,12 +39,14 @@ def run_page(folder: Path) -> str:
     """Return the HTML of the report on the run in a folder."""
     run = load_run(folder)
     log = log_of(run)
+    started = _format_time(run.started) if run.started else None
+    facts = [("Precision", run.precision), ("Devices", run.devices), ("Seed", run.seed), ("Started", started)]
     return render(
         "run.html.jinja",
         run=run,
         title=run.name,
         tiles=tiles_of(run, run.objective),
-        facts=_facts(run),
+        facts=[fact for fact in facts if fact[1]],
         sections=draw_sections(sections_of(run), run.step or 0),
         settings=_settings(run),
         environment=environment_of(run),
@@ -123,12 +125,6 @@ def _metric_tiles(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
         if (not tiles or name != (goal or ("",))[0]) and len(tiles) < _METRICS:
             tiles.append(Tile(name, format_number(metrics[name]), "last", strong=not tiles))
     return tiles
-
-
-def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    started = _format_time(run.started) if run.started else None
-    facts = [("Precision", run.precision), ("Devices", run.devices), ("Seed", run.seed), ("Started", started)]
-    return [(label, value) for label, value in facts if value]
 
 
 def note_of(run: RunRecord) -> str:

@@ -29,6 +29,10 @@ _ALWAYS_DIFFERENT = ("command", "directory", "SLURM_JOB_ID")
 """Facts that differ between any two runs."""
 
 
+Goal = tuple[str, str]
+"""A metric, and its better direction, ``"min"`` or ``"max"``."""
+
+
 def unreadable(folder: Path, error: Exception) -> str:
     """Return the message for a folder that raised one of `INVALID_RECORD_ERRORS` when it was read."""
     reason = "They were changed, or are from another version."
@@ -70,7 +74,7 @@ def several_page(about: ReportSubject) -> tuple[str, list[str]]:
     comparison = dict(redaction.containers(read_json(about.folder, "compare.json"))) if is_sweep else {}
     goal = sweep.goal if is_sweep else _goal(runs)
     winner = best_of([run for run in runs if run.completed or not is_sweep], goal) if len(runs) > 1 else None
-    jobs, header = _jobs(sweep, is_sweep, winner, goal, comparison)
+    jobs, header = _jobs(sweep, winner, goal, comparison, is_sweep=is_sweep)
     names = list(dict.fromkeys(run.name for run in runs))
     settings, elsewhere = ([], []) if is_sweep else _differences(runs)
     charts = overlay(runs, [job["color"] for job in jobs], winner)
@@ -128,11 +132,7 @@ def _goal(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
 
 
 def _jobs(
-    sweep: Sweep,
-    is_sweep: bool,
-    winner: RunRecord | None,
-    goal: tuple[str, str] | None,
-    comparison: Mapping[str, Any],
+    sweep: Sweep, winner: RunRecord | None, goal: Goal | None, comparison: Mapping[str, Any], *, is_sweep: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of the table, and the header of its columns."""
     colors = _colors(sweep.runs, winner, goal)

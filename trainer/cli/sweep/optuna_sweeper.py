@@ -113,9 +113,8 @@ class OptunaSweeper(Sweeper):
         for trial in self._own_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
             if (run := self._jobs().get(trial.user_attrs[_JOB])) is not None:
                 (run.folder / RUN).touch()  # so that the summary at the end includes it
-        self._interrupted = [
-            (trial.user_attrs[_JOB], self._words(trial)) for trial in self._own_trials(TrialState.RUNNING)
-        ]
+        running = self._own_trials(TrialState.RUNNING)
+        self._interrupted = [(trial.user_attrs[_JOB], self._words(trial)) for trial in running]
         returns = []
         while batch := self._next():
             try:
@@ -139,12 +138,12 @@ class OptunaSweeper(Sweeper):
     def _parameters(self, arguments: list[str]) -> tuple[list[str], dict[str, tuple[str, BaseDistribution]]]:
         """Return the overrides of all jobs, and the search space: key and distribution by parameter name."""
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        params = [
-            f"{key}={canonical_precisions(str(v)) if key == 'precision' else v}" for key, v in self.params.items()
-        ]
+        params = dict(self.params)
+        if "precision" in params:
+            params["precision"] = canonical_precisions(str(params["precision"]))
         fixed: dict[str, str] = {}
         space: dict[str, tuple[str, BaseDistribution]] = {}
-        for override in parser.parse_overrides([*params, *arguments]):
+        for override in parser.parse_overrides([*(f"{key}={value}" for key, value in params.items()), *arguments]):
             key = override.get_key_element()
             name = key.lstrip("+")
             fixed.pop(name, None)

@@ -10,7 +10,6 @@ saving.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,9 +136,5 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    gpus = [line for line in machine.nvidia_smi("--list-gpus") if line.startswith("GPU ")]
     return [str(index) for index in range(len(gpus))]

@@ -38,7 +38,7 @@ from trainer.cli.workdir import claim, with_folder
 from trainer.common import redaction
 from trainer.common.files import from_here
 from trainer.common.machine import readable
-from trainer.common.terminal import Table, command_line, four_digits, is_quiet
+from trainer.common.terminal import Table, command_line, four_digits, inform
 from trainer.errors import TrainerError, did_you_mean
 
 RESULT = "tune.json"
@@ -178,13 +178,7 @@ def write(folder: Path, result: dict[str, Any]) -> None:
     """Write ``tune.json``, and print its name."""
     file = folder / RESULT
     file.write_text(redaction.text(json.dumps(result, indent=2)) + "\n", encoding="utf-8")
-    print_unless_quiet(f"The results of all attempts are in {from_here(file)}")
-
-
-def print_unless_quiet(text: str) -> None:
-    """Print a line, unless ``--quiet`` was given."""
-    if not is_quiet():
-        print(text, flush=True)
+    inform(f"The results of all attempts are in {from_here(file)}")
 
 
 # --- batch_size ------------------------------------------------------------------------------------------------
@@ -287,7 +281,7 @@ def find(
                 raise failure(message, place, folder)
             return {"precision": precision, "tried": [], "largest": 0, "problem": message["error"]}
         tried.append({"size": size, **message})
-        print_unless_quiet(f"{place}: {message['status']}. {message.get('error', '')[:120]}".rstrip())
+        inform(f"{place}: {message['status']}. {message.get('error', '')[:120]}".rstrip())
         if message["status"] == "ok":
             samples, batch = message["samples"], message["batch"]
             if batch < size and size == start and (samples is None or samples >= size):
@@ -372,7 +366,7 @@ def report_lr(message: Message, config: DictConfig, settings: Settings, folder: 
     result |= {name: message[name] for name in ("precision", "ended_by", "skipped", "first_loss")}
     result["curve"] = {"lr": [rate for rate, _ in points], "loss": [loss for _, loss in points]}
     ended = f"{message['ended_by']}, after {len(points)} rates and {message['skipped']} skipped steps"
-    print_unless_quiet(f"The test ended with {ended}.")
+    inform(f"The test ended with {ended}.")
     if rate is None:
         print(f"No suggestion: {reason}.")
     else:
