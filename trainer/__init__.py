@@ -28,20 +28,9 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 __all__ = [
-    "CheckpointFiles",
-    "DeepSpeedStrategy",
-    "FSDP2Strategy",
-    "LoadedWeights",
-    "LossScaler",
-    "Precision",
-    "StepOutcome",
-    "Trainer",
-    "__version__",
-    "load_run",
-    "load_sweep",
-    "load_weights",
-    "log_images",
-]
+    "CheckpointFiles", "DeepSpeedStrategy", "FSDP2Strategy", "LoadedWeights", "LossScaler", "Precision", "StepOutcome",
+    "Trainer", "__version__", "load_run", "load_sweep", "load_weights", "log_images",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {

@@ -30,22 +30,12 @@ _DEEPSPEED: dict[str, dict[str, Any]] = {
     "deepspeed_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
 }
 """Lightning's names, and the arguments of `DeepSpeedStrategy` that they stand for."""
+_UNUSED = ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
 STRATEGIES = (
     "auto",
-    *(
-        f"ddp{start}{unused}"
-        for start in ("", "_spawn", "_fork", "_notebook")
-        for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
-    ),
+    *(f"ddp{start}{unused}" for start in ("", "_spawn", "_fork", "_notebook") for unused in _UNUSED),
     *_DEEPSPEED,
-    "fsdp",
-    "fsdp_cpu_offload",
-    "single_device",
-    "single_tpu",
-    "single_xla",
-    "xla",
-    "xla_debug",
-    "xla_fsdp",
+    *("fsdp", "fsdp_cpu_offload", "single_device", "single_tpu", "single_xla", "xla", "xla_debug", "xla_fsdp"),
 )
 PROFILERS = ("simple", "advanced", "pytorch", "xla")
 UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
@@ -166,8 +156,18 @@ AMOUNT = (
 )
 
 
-def _as_interval(kind: Kind) -> Kind:
-    return kind._replace(above=0, otherwise=". To disable validation, set limit_val_batches to 0")
+_POSITIVE: dict[str, Any] = {"above": 0, "otherwise": ". To disable validation, set limit_val_batches to 0"}
+_INTERVAL = (
+    WHOLE._replace(words="a number of batches", **_POSITIVE),
+    NUMBER._replace(words="a fraction of an epoch", is_share=True, **_POSITIVE),
+    TIME._replace(**_POSITIVE),
+    None,
+)
+_EPOCHS = WHOLE.at_least(1, ", or null to count batches across epochs")
+_SANITY = COUNT.at_least(-1, ", or -1 for all batches")
+_CLIP_LIMIT = (COUNT._replace(words=""), NUMBER, OFF, None)
+_AT_LEAST_0 = WHOLE.at_least(0)
+_SECONDS = NUMBER._replace(most=10**9)
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,10 @@ class Argument:
                 for two batches, and words in capitals.
             registered: additional accepted words. Default: none.
         """
+        is_accepted = key is None and self._is_lightning_object(value)
+        wanted = None if is_accepted else self._expected(value, registered)
         if key is None:
-            wanted = None if self._is_lightning_object(value) else self._expected(value, registered)
             return wanted and f"{self.name} is {value!r}, expected {to_python(wanted)}"
-        wanted = self._expected(value, registered)
         return wanted and f"{key} is {describe(value)}, expected {wanted}"
 
     def _is_lightning_object(self, value: Any) -> bool:
@@ -245,110 +245,50 @@ _TABLE = (
     Argument("accelerator", "auto", "type of device; auto: the best available", (*ACCELERATORS, OBJECT)),
     Argument("strategy", "auto", "strategy for processes: auto, ddp, ...", (*STRATEGIES, OBJECT), any_case=True),
     Argument("devices", "auto", "number of devices, or a list of their indices; -1: all", (DEVICES, "auto")),
-    Argument(
-        "num_nodes", 1, "number of nodes; auto: the number that torchrun or Slurm started", (COUNT.at_least(1), "auto")
-    ),
+    Argument("num_nodes", 1, "number of nodes; auto: as torchrun or Slurm started", (COUNT.at_least(1), "auto")),
     Argument("precision", None, "32-true, 16-mixed, bf16-mixed, ..."),
     Argument("logger", None, "one or more loggers"),
     Argument("callbacks", None, "callbacks in addition to the default ones"),
-    Argument(
-        "fast_dev_run",
-        False,
-        "true: run one batch of each stage, without loggers and checkpoints",
-        (*SWITCH, COUNT, None),
-    ),
+    Argument("fast_dev_run", False, "true: run one batch of each stage, and write nothing", (*SWITCH, COUNT, None)),
     Argument("max_epochs", None, "epochs to train; -1: no limit", (ENDLESS, None)),
     Argument("min_epochs", None, "epochs to train before a callback may stop the run", (COUNT, None)),
     Argument("max_steps", -1, "optimizer steps to train; -1: no limit", (ENDLESS,)),
     Argument("min_steps", None, "optimizer steps to train before a callback may stop the run", (COUNT, None)),
     Argument("max_time", None, "time limit, such as 00:12:00:00 (days, hours, minutes, seconds)", (TIME, None)),
     Argument("limit_train_batches", None, "batches of an epoch, or a fraction of them, to train on", (*AMOUNT, None)),
-    Argument(
-        "limit_val_batches", None, "batches, or a fraction of them, to validate on; 0: no validation", (*AMOUNT, None)
-    ),
+    Argument("limit_val_batches", None, "batches, or a fraction of them, to validate on; 0: none", (*AMOUNT, None)),
     Argument("limit_test_batches", None, "batches, or a fraction of them, to test on", (*AMOUNT, None)),
     Argument("limit_predict_batches", None, "batches, or a fraction of them, to predict on", (*AMOUNT, None)),
     Argument("overfit_batches", 0.0, "few batches to train on in each epoch, and as many to validate on", AMOUNT),
-    Argument(
-        "val_check_interval",
-        None,
-        "batches, a fraction of an epoch, or a time, between two validations",
-        (
-            _as_interval(WHOLE._replace(words="a number of batches")),
-            _as_interval(NUMBER._replace(words="a fraction of an epoch", is_share=True)),
-            _as_interval(TIME),
-            None,
-        ),
-    ),
-    Argument(
-        "check_val_every_n_epoch",
-        1,
-        "epochs between two validations",
-        (WHOLE.at_least(1, ", or null to count batches across epochs"), None),
-    ),
-    Argument(
-        "num_sanity_val_steps",
-        None,
-        "validation batches to run before training",
-        (COUNT.at_least(-1, ", or -1 for all batches"), None),
-    ),
+    Argument("val_check_interval", None, "batches, a fraction of an epoch, or a time, between validations", _INTERVAL),
+    Argument("check_val_every_n_epoch", 1, "epochs between two validations", (_EPOCHS, None)),
+    Argument("num_sanity_val_steps", None, "validation batches to run before training", (_SANITY, None)),
     Argument("log_every_n_steps", None, "optimizer steps between two rows for the loggers", (COUNT, None)),
     Argument("enable_checkpointing", None, "whether checkpoints are written", (*SWITCH, None)),
     Argument("enable_progress_bar", None, "whether a progress bar is shown", (*SWITCH, None)),
     Argument("enable_model_summary", None, "whether a table of the layers is printed", (*SWITCH, None)),
     Argument("accumulate_grad_batches", 1, "batches per optimizer step", (WHOLE.at_least(1), None)),
-    Argument(
-        "gradient_clip_val",
-        None,
-        "largest norm of the gradients; null: no clipping",
-        (COUNT._replace(words=""), NUMBER, OFF, None),
-    ),
-    Argument(
-        "gradient_clip_algorithm",
-        None,
-        "norm: clip the total norm; value: clip each element",
-        ("norm", "value", None),
-        any_case=True,
-    ),
+    Argument("gradient_clip_val", None, "largest norm of the gradients; null: no clipping", _CLIP_LIMIT),
+    Argument("gradient_clip_algorithm", None, "clip the norm, or each value", ("norm", "value", None), any_case=True),
     Argument("deterministic", None, "true: use only deterministic operations", (*SWITCH, "warn", None)),
     Argument("benchmark", None, "true: cuDNN benchmarks convolutions", (*SWITCH, None)),
     Argument("inference_mode", True, "whether evaluation runs in torch.inference_mode", SWITCH),
     Argument("use_distributed_sampler", True, "whether each process gets its share of the data", SWITCH),
     Argument("profiler", None, "simple, advanced, pytorch, or null", (*PROFILERS, None, OFF, OBJECT), any_case=True),
-    Argument(
-        "detect_anomaly",
-        False,
-        "true: stop at the first operation with a NaN in its backward pass; slow",
-        SWITCH,
-    ),
+    Argument("detect_anomaly", False, "true: stop at the first operation with a NaN in its backward; slow", SWITCH),
     Argument("barebones", False, "true: no logging, checkpoints and other features that cost time", SWITCH),
     Argument("plugins", None, "plugins: a cluster environment, a checkpoint IO, ..."),
     Argument("sync_batchnorm", False, "true: synchronize batch normalization over all processes", SWITCH),
-    Argument(
-        "reload_dataloaders_every_n_epochs",
-        0,
-        "epochs between two calls of train_dataloader(); 0: one call",
-        (WHOLE.at_least(0),),
-    ),
+    Argument("reload_dataloaders_every_n_epochs", 0, "epochs between train_dataloader() calls; 0: one", (_AT_LEAST_0,)),
     Argument("default_root_dir", None, "default folder for all files; null: the folder of the run", (PATH, None)),
     Argument("enable_autolog_hparams", True, "whether the module's hyperparameters are logged", SWITCH),
     Argument("model_registry", None, "name of a model in Lightning's registry", (TEXT, None)),
     Argument("resume", None, "auto: resume from the last checkpoint of the same command", ("auto", None)),
     Argument("exact_resume", True, "false: resume even if the result may differ", SWITCH),
+    Argument("dataloader_timeout", 1800.0, "seconds that workers may take for a batch; 0: no limit", (_SECONDS,)),
+    Argument("pad_evaluation", False, "true: pad evaluation data to equally many samples in all processes", SWITCH),
     Argument(
-        "dataloader_timeout",
-        1800.0,
-        "time limit for workers per batch, in seconds; 0: none",
-        (NUMBER._replace(most=10**9),),
-    ),
-    Argument(
-        "pad_evaluation", False, "true: pad evaluation data so that all processes get equally many samples", SWITCH
-    ),
-    Argument(
-        "prefetch_batches",
-        1,
-        "batches that are copied to a GPU during the previous step; 0: none",
-        (WHOLE.at_least(0)._replace(most=1),),
+        "prefetch_batches", 1, "batches copied to a GPU during the previous step", (_AT_LEAST_0._replace(most=1),)
     ),
 )
 
@@ -520,10 +460,8 @@ def check_barebones(given: Mapping[str, Any]) -> None:
     """
     for name in BAREBONES:
         if given[name] not in (None, 0):
-            raise ConfigurationError(
-                f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {name} can reduce the speed, so it is"
-                f" disabled in barebones mode. Remove {name}."
-            )
+            reason = f"{name} can reduce the speed, so it is disabled in barebones mode. Remove {name}."
+            raise ConfigurationError(f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {reason}")
 
 
 def refuse_other_package(argument: str, *given: Any) -> None:
@@ -557,7 +495,5 @@ def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[An
             ``kind``.
     """
     if value not in (None, default) and any(isinstance(callback, kind) for callback in callbacks):
-        raise ConfigurationError(
-            f"Got {argument}={value!r} and a {kind.__name__} callback, expected one of them, because both set"
-            f" {argument}. Remove one."
-        )
+        both = f"Got {argument}={value!r} and a {kind.__name__} callback"
+        raise ConfigurationError(f"{both}, expected one of them, because both set {argument}. Remove one.")

@@ -56,38 +56,31 @@ class LoadedWeights:
     @property
     def facts(self) -> dict[str, Any]:
         """The entry of ``run.json``."""
+        facts = {name: list(getattr(self, name)) for name in ("parameters", "missing", "unused", "prefixes")}
         return {
             "path": self.path,
-            "tensors": [len(self.loaded), len(self.loaded) + len(self.missing) + len(self.differing)],
-            "parameters": list(self.parameters),
-            "missing": list(self.missing),
+            "tensors": [len(self.loaded), self._tensors],
             "differing": dict(self.differing),
-            "unused": list(self.unused),
-            "prefixes": list(self.prefixes),
-        }
+        } | facts
+
+    @property
+    def _tensors(self) -> int:
+        return len(self.loaded) + len(self.missing) + len(self.differing)
 
     def __str__(self) -> str:
         numbers, of = self.parameters
-        tensors = len(self.loaded) + len(self.missing) + len(self.differing)
-        lines = [
-            f"Weights from {self.path}: {len(self.loaded)} of {tensors} tensors, {numbers:,} of {of:,} parameters."
-        ]
-        in_file, in_module = self.prefixes
-        if in_file and in_module:
-            lines.append(f"Names in the file start with {in_file!r}, those of the module with {in_module!r}.")
-        elif in_file:
-            lines.append(f"Names in the file start with {in_file!r}, those of the module do not.")
-        elif in_module:
-            lines.append(f"Names in the module start with {in_module!r}, those of the file do not.")
+        about = f"{len(self.loaded)} of {self._tensors} tensors, {numbers:,} of {of:,} parameters"
+        lines = [f"Weights from {self.path}: {about}."]
+        if any(self.prefixes):
+            lines.append("Names in the file start with {!r}, those of the module with {!r}.".format(*self.prefixes))
         if self.converted:
             lines.append(f"Converted: {', '.join(f'{count} from {kind}' for kind, count in self.converted.items())}.")
         if self.differing:
             shown = [f"{name} is {kind}" for name, kind in self.differing.items()]
             lines.append(f"Left as they were, because they differ: {join_first(shown, _MAX_NAMES, '; ')}.")
         if self.missing:
-            lines.append(
-                f"Left as they were, because the file does not have them: {join_first(self.missing, _MAX_NAMES)}."
-            )
+            names = join_first(self.missing, _MAX_NAMES)
+            lines.append(f"Left as they were, because the file does not have them: {names}.")
         if self.unused:
             lines.append(f"Not used, because the module does not have them: {join_first(self.unused, _MAX_NAMES)}.")
         return "\n  ".join(lines)
@@ -117,10 +110,8 @@ def load_weights(module: nn.Module, path: str | Path, weights_only: bool | None 
         UnsafeCheckpointError: if the file has more than tensors and plain containers.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
-        raise ConfigurationError(
-            f"Got a {type(module).__name__} with parameters on the meta device, which have no memory. Create"
-            " them on another device, or let the fit load the weights: Trainer.fit(weights=PATH)."
-        )
+        advice = "Create them on another device, or let the fit load the weights: Trainer.fit(weights=PATH)."
+        raise ConfigurationError(f"Got a {type(module).__name__} with parameters on the meta device. {advice}")
     found = find_weights(path)
 
     def load(state: dict[str, Any], strict: bool) -> None:
@@ -155,25 +146,19 @@ def load_into(
     if not chosen:
         raise ConfigurationError(_no_match_error(file, weights, targets, differing, module))
     changed = [(value, targets[name]) for name, value in chosen.items() if value.dtype != targets[name].dtype]
-    converted = Counter(f"{_kind(value)} to {_kind(target)}" for value, target in changed)
+    converted = Counter(f"{_dtype_name(value)} to {_dtype_name(target)}" for value, target in changed)
     load({"state_dict": chosen}, False)
     tied = {id(targets[name]) for name in chosen}
     loaded = [name for name, value in targets.items() if name in chosen or id(value) in tied]
     left = {name: reason for name, reason in differing.items() if name not in loaded}
+    missing = [name for name in targets if name not in {*loaded, *left}]
+    unused = [name for name in weights if name not in set(names.values())]
     parameters = {id(value): value for value in targets.values() if isinstance(value, nn.Parameter)}
-    return LoadedWeights(
-        str(file),
-        tuple(loaded),
-        tuple(name for name in targets if name not in {*loaded, *left}),
-        left,
-        tuple(name for name in weights if name not in set(names.values())),
-        prefixes,
-        dict(converted),
-        (
-            sum(parameter.numel() for key, parameter in parameters.items() if key in tied),
-            sum(parameter.numel() for parameter in parameters.values() if not is_lazy(parameter)),
-        ),
+    numbers = (
+        sum(parameter.numel() for key, parameter in parameters.items() if key in tied),
+        sum(parameter.numel() for parameter in parameters.values() if not is_lazy(parameter)),
     )
+    return LoadedWeights(str(file), tuple(loaded), tuple(missing), left, tuple(unused), prefixes, converted, numbers)
 
 
 def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict[str, str], tuple[str, str]]:
@@ -221,12 +206,12 @@ def _prefix_splits(name: str) -> Iterable[tuple[str, str]]:
 
 def _parts(names: Iterable[str]) -> dict[str, set[str]]:
     """Group names by their first word with its dot. A group contains the rest of each name, if that contains a dot."""
-    found: dict[str, set[str]] = {}
+    groups: dict[str, set[str]] = {}
     for name in names:
         word, dot, rest = name.partition(".")
         if "." in rest:
-            found.setdefault(word + dot, set()).add(rest)
-    return found
+            groups.setdefault(word + dot, set()).add(rest)
+    return groups
 
 
 def _difference(saved: Tensor, target: Any) -> str | None:
@@ -234,7 +219,7 @@ def _difference(saved: Tensor, target: Any) -> str | None:
     if not is_lazy(target) and saved.shape != target.shape:
         return f"{tuple(saved.shape)} in the file and {tuple(target.shape)} in the module"
     if saved.dtype != target.dtype and _dtype_category(saved) != _dtype_category(target):  # such as quantized weights
-        return f"{_kind(saved)} in the file and {_kind(target)} in the module"
+        return f"{_dtype_name(saved)} in the file and {_dtype_name(target)} in the module"
     return None
 
 
@@ -242,25 +227,21 @@ def _dtype_category(tensor: Tensor) -> tuple[bool, bool, bool]:
     return tensor.is_floating_point(), tensor.is_complex(), tensor.is_quantized
 
 
-def _kind(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _no_match_error(
     file: Path, weights: Mapping[str, Any], targets: Mapping[str, Any], differing: Mapping[str, str], module: nn.Module
 ) -> str:
+    name = type(module).__name__
     if not targets:
-        return (
-            f"Got weights={file} for a {type(module).__name__} without parameters. If configure_model creates them,"
-            " load the weights in the fit: Trainer.fit(weights=PATH)."
-        )
+        advice = "If configure_model creates them, load the weights in the fit: Trainer.fit(weights=PATH)."
+        return f"Got weights={file} for a {name} without parameters. {advice}"
     if differing:
-        shown = [f"{name} is {difference}" for name, difference in differing.items()]
-        return (
-            f"No weight of {file} fits into the {type(module).__name__}: {join_first(shown, _MAX_NAMES, '; ')}. Build"
-            " the module with the sizes of the file, or do not load this file."
-        )
+        shown = join_first((f"{key} is {difference}" for key, difference in differing.items()), _MAX_NAMES, "; ")
+        return f"No weight of {file} fits into the {name}: {shown}. Build the module with the sizes of the file."
     return (
-        f"No weight in {file} has a name of the {type(module).__name__}. Got {join_first(weights, _MAX_NAMES)};"
+        f"No weight in {file} has a name of the {name}. Got {join_first(weights, _MAX_NAMES)};"
         f" expected {join_first(targets, _MAX_NAMES)}. Rename the weights in the file, or choose another file."
     )

@@ -61,17 +61,10 @@ class Preparation:
         self._module = module
         self._profiling = Profiling.of(self._run)
         self._optimization: FitLoop | ManualOptimization | ClosureOptimization | None = None
-        self.hooks = Hooks(
-            trainer,
-            module,
-            trainer.callbacks,
-            HookScope(module),
-            overrides,
-            traits.reads_epoch_metrics,
-            traits.runs_last,
-            None if self._profiling is None else self._profiling.hook,
-            trainer.strategy,
-        )
+        order = traits.reads_epoch_metrics, traits.runs_last
+        profile = None if self._profiling is None else self._profiling.hook
+        scope = HookScope(module)
+        self.hooks = Hooks(trainer, module, trainer.callbacks, scope, overrides, *order, profile, trainer.strategy)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -221,10 +214,10 @@ class Preparation:
             return chosen
         if current is not None and self._progress.position is STARTED:
             names = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
-            raise ConfigurationError(
-                f"The optimizers were replaced by {names}, and one of the old or new optimizers evaluates the loss"
-                " itself. Replace them in `on_train_epoch_start` or between two epochs."
+            problem = (
+                f"The optimizers were replaced by {names}, and one of the old or new ones evaluates the loss itself"
             )
+            raise ConfigurationError(f"{problem}. Replace them in `on_train_epoch_start` or between two epochs.")
         backward: Callable[..., None] | None = None if engine.override_of("backward") is None else loop.run_backward
         step: Callable[..., Any] | None = None if isinstance(chosen, FitLoop) else chosen.step
         if isinstance(chosen, ManualOptimization):
@@ -295,9 +288,8 @@ class Preparation:
         loaders.on_batch = partial(_share_batch, self._loop, reason, self._data.may_be_empty)
         if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
-                f"Got {span.fewest:.0f} to {span.most:.0f} training batches per process. {reason} needs the"
-                " same number in each process; otherwise, some processes would wait forever. Set"
-                f" Trainer(limit_train_batches={span.fewest:.0f}), or divide the data evenly."
+                f"Got {span.fewest:.0f} to {span.most:.0f} training batches per process. {reason} needs the same number"
+                f" in each. Set Trainer(limit_train_batches={span.fewest:.0f}), or divide the data evenly."
             )
 
     def _needs_equal_counts(self, loaders: LoaderSet) -> str | None:
@@ -394,7 +386,7 @@ class Preparation:
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
         """Build the function that moves a batch to the device through the user's transfer hooks."""
         engine, scope = self._engine, HookScope(self._module)
-        converts = overrides(engine.precision, "convert_batch")
+        convert = engine.precision.convert_batch if overrides(engine.precision, "convert_batch") else None
 
         def hook(name: str) -> Hook | None:
             own = self._data.transfer_hook(name)
@@ -408,14 +400,7 @@ class Preparation:
             transfer, after = lambda batch, _, index: own(batch, dataloader_idx=index), None
         if (prefetching := self._data.prefetching) is not None:
             move, transfer = prefetching.around(move), None if transfer is None else prefetching.around(transfer)
-        return Transfer(
-            engine.device,
-            engine.precision.convert_batch if converts else None,
-            move,
-            hook("on_before_batch_transfer"),
-            transfer,
-            after,
-        )
+        return Transfer(engine.device, convert, move, hook("on_before_batch_transfer"), transfer, after)
 
 
 _LOOKED_UP_METHODS = (
@@ -435,9 +420,8 @@ def _refuse_changes(module: LightningModule, before: dict[str, Any]) -> None:
     if changed:
         raise ConfigurationError(
             f"{type(module).__name__}.{changed[0]} was set during the fit, which keeps using the original: expected it"
-            " to be set before, in `setup` or `on_fit_start`. To train in phases, choose inside the method (`return"
-            " self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or call `fit` for each"
-            " phase."
+            " to be set before, in `setup` or `on_fit_start`. To train in phases, choose inside the method (`if"
+            " self.current_epoch < 2`), or call `fit` for each phase."
         )
 
 
@@ -449,10 +433,8 @@ def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bo
     """
     batches = loop.progress.batches_this_epoch
     if not all_have_batch and not batches and not may_be_empty:
-        raise ConfigurationError(
-            "A process has no training batch in this epoch, and others have some. Each process needs at least one:"
-            " metrics are reduced over all of them. Divide the data evenly."
-        )
+        reason = "Each process needs at least one, because metrics are reduced over all. Divide the data evenly."
+        raise ConfigurationError(f"A process has no training batch in this epoch, and others have some. {reason}")
     if not all_have_batch and needs_equal_counts is not None:
         limit = f"Set Trainer(limit_train_batches={batches}), or divide" if batches else "Divide"
         raise ConfigurationError(

@@ -98,15 +98,10 @@ def _second_and_first(old: str, new: str) -> tuple[str, str]:
     if loaded is None or loaded is sys.modules.get(new):
         return (old, new) if loaded is None or loaded.__name__ == new else (new, old)
     if new in sys.modules:
-        raise ImportError(
-            f"{old} and {new} are both loaded already, as two packages; `from trainer import Trainer` loads the latter."
-            f" To make them one, {ONE_PACKAGE}"
-        )
+        raise ImportError(f"{old} and {new} are both loaded already, as two packages. To make them one, {ONE_PACKAGE}")
     if loaded.__version__ != (expected := version("lightning")):
-        raise ImportError(
-            f"{old} {loaded.__version__} is loaded already, and lightning has version {expected}. Install the same"
-            f" version of both. Or, to use lightning {expected} under both names, {ONE_PACKAGE}"
-        )
+        versions = f"{old} {loaded.__version__} is loaded already, and lightning has version {expected}"
+        raise ImportError(f"{versions}. Install the same version of both. Or, to use only lightning, {ONE_PACKAGE}")
     return new, old
 
 

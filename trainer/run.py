@@ -74,18 +74,15 @@ def _hook_of_fit(trainer: pl.Trainer) -> str | None:
 
 def _report_no_step(trainer: pl.Trainer, steps: int) -> None:
     """Report that a fit has trained nothing, because the counters are at the end of the training."""
-    longer = (
-        " To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run to"
-        " its fit(ckpt_path=...), so that optimizers and schedules continue."
-    )
+    longer = "To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint to its fit"
     if trainer.ckpt_path is None:
         rank_zero_warn(
             f"Nothing to do: this fit trained no step, because the Trainer has already trained {steps} optimizer steps"
-            " in an earlier fit, and its counters continue. To train another module, or the same one from the start,"
-            f" use a new Trainer.{longer}"
+            f" in an earlier fit, and its counters continue. To start again, use a new one. {longer}(ckpt_path=...)."
         )
     elif trainer.is_global_zero:
-        advice.info(f"Nothing to do: the run has already trained {steps} optimizer steps and is complete.{longer}")
+        done = f"Nothing to do: the run has already trained {steps} optimizer steps and is complete."
+        advice.info(f"{done} {longer}(ckpt_path=...).")
 
 
 class Run:
@@ -204,9 +201,9 @@ class Run:
         if datamodule is not None and given:
             fn = self._run.fn
             assert fn is not None
+            got = f"Got {type(datamodule).__name__} and dataloaders for {' and '.join(given)}."
             raise ConfigurationError(
-                f"You cannot pass both dataloaders and a datamodule to `Trainer.{fn.value}`. Got"
-                f" {type(datamodule).__name__} and dataloaders for {' and '.join(given)}."
+                f"You cannot pass both dataloaders and a datamodule to `Trainer.{fn.value}`. {got}"
             )
         self._data.attach(module, dataloaders, datamodule)
         if self._run.fits:
@@ -224,11 +221,8 @@ class Run:
         if is_other and (hook := _hook_of_fit(other)):
             fn = self._run.fn
             assert fn is not None
-            raise ConfigurationError(
-                f"`Trainer.{fn.value}` was called in {hook} with the module that another Trainer"
-                " was training. This would replace `module.trainer` and clear the gradients. Pass a copy of the module:"
-                " `copy.deepcopy(module)`."
-            )
+            called = f"`Trainer.{fn.value}` was called in {hook} with the module that another Trainer was training"
+            raise ConfigurationError(f"{called}. Pass a copy of the module: `copy.deepcopy(module)`.")
 
     # --- in each process of the run ---------------------------------------------------------------------------
 
@@ -392,11 +386,9 @@ class Run:
         if limits.max_steps != -1 or find_callback(self._trainer.callbacks, Timer) is not None:
             return -1
         if limits.max_epochs is None:
-            rank_zero_warn(
-                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
-                " `max_epochs=-1`.",
-                category=PossibleUserWarning,
-            )
+            advice = "To train without an epoch limit, set `max_epochs=-1`."
+            message = f"`max_epochs` was not set. Setting it to 1000 epochs. {advice}"
+            rank_zero_warn(message, category=PossibleUserWarning)
         return 1000
 
     def _check_sanity(self, preparation: Preparation) -> None:
@@ -426,11 +418,8 @@ class Run:
         self._process.begin_fit()
         if trainer.detect_anomaly and not scales_loss:  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
-        preparation.fit(
-            validate=self._validate,
-            begin=self._begin_training,
-            resumes=self.process_state is not None,
-        )
+        resumes = self.process_state is not None
+        preparation.fit(validate=self._validate, begin=self._begin_training, resumes=resumes)
         is_manual = not self._run.is_automatic
         if is_manual:
             count_bare_steps(self._loop, self.session, counts_kept=returned_none(self._loop.optimizers))

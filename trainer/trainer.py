@@ -75,6 +75,13 @@ _RUN_OPTIONS = "resume", "exact_resume", "dataloader_timeout", "reload_dataloade
 """The same for the attributes of the RunState."""
 
 
+_ENGINE_OPTIONS = (
+    "accelerator", "strategy", "devices", "num_nodes", "sync_batchnorm", "benchmark", "deterministic",
+    "use_distributed_sampler",
+)  # fmt: skip
+"""The arguments that the engine is built with."""
+
+
 class Trainer(TrainerBase):
     """Train, validate, test and predict with a ``LightningModule``.
 
@@ -186,18 +193,7 @@ class Trainer(TrainerBase):
             given |= dict.fromkeys(off, False) | {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
         limits = arguments.parse_limits(given, rank_zero_info)
         plugin = resolve_precision(precision)
-        engine = self._build_engine(
-            plugin,
-            plugins,
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            sync_batchnorm=sync_batchnorm,
-            benchmark=benchmark,
-            deterministic=deterministic,
-            use_distributed_sampler=use_distributed_sampler,
-        )
+        engine = self._build_engine(plugin, plugins, **{name: given[name] for name in _ENGINE_OPTIONS})
         plugin = engine.precision
 
         self._default_root_dir = os.path.expanduser(default_root_dir or os.getcwd())
@@ -367,9 +363,8 @@ class Trainer(TrainerBase):
             return replacement()  # type: ignore[no-any-return]
         if return_predictions and not self.engine.runs_here:
             raise ConfigurationError(
-                "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Got"
-                f" return_predictions={return_predictions} with {type(self.strategy).__name__}. Write the predictions"
-                " to files with a BasePredictionWriter, or use strategy='ddp'."
+                "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Write the"
+                " predictions to files with a BasePredictionWriter, or use strategy='ddp'."
             )
         loop = self.eval_loops[RunningStage.PREDICTING]
         keep = return_predictions is not False
@@ -445,10 +440,7 @@ class Trainer(TrainerBase):
             RuntimeError: if no ``fit`` is running.
         """
         if self.state.fn is not TrainerFn.FITTING or self.state.stage is None:
-            raise RuntimeError(
-                "`Trainer.reload_dataloaders()` can only be called during training: from a hook of a callback or a"
-                " module, while `Trainer.fit` runs."
-            )
+            raise RuntimeError("`Trainer.reload_dataloaders()` can only be called during training, in a hook.")
         for stage, is_wanted in ((RunningStage.TRAINING, train), (RunningStage.VALIDATING, val)):
             if is_wanted:
                 self.data.invalidate(stage)

@@ -8,7 +8,7 @@ import torch
 from tests.cli.conftest import build, write
 from trainer.cli.folders import search_here
 from trainer.cli.parsing import UsageError
-from trainer.cli.walk import targets
+from trainer.cli.schema import targets
 
 
 def test_partial_waits_for_the_rest():
@@ -36,7 +36,7 @@ def test_targets_are_found_at_any_depth():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("far_modul.Thing", "m is far_modul.Thing, and there is no module 'far_modul': neither far_modul.py in this"),
+        ("far_modul.Thing", "m is far_modul.Thing, and there is no module 'far_modul' in /"),
         ("torch.nn.Linaer", "m: there is no torch.nn.Linaer: torch.nn has no 'Linaer'. Did you mean 'Linear'?"),
         ("torch.nnn.Linear", "torch has no 'nnn'. Did you mean 'nn'?"),
         ("torch.nn.functional.math", "m: torch.nn.functional.math"),

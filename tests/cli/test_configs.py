@@ -44,7 +44,7 @@ def without_meaning(composer, words, config):
 def test_every_option_composes_with_meanings_and_arguments_of_its_target(groups):
     composer = Composer(Arguments())
     options = {group: [file.stem for file in sorted((packaged_conf() / group).glob("*.yaml"))] for group in groups}
-    assert options == {group: composer.options(group) for group in groups}
+    assert options == {group: composer.repository.get_group_options(group) for group in groups}
     for number in range(max(map(len, options.values()))):
         chosen = {group: names[number % len(names)] for group, names in options.items()}
         words = [f"{'+' if group in GROUPS_TO_ADD else ''}{group}={option}" for group, option in chosen.items()]
@@ -74,7 +74,7 @@ def test_every_recipe_composes_with_meanings(recipe):
 
 
 def test_every_precision_has_an_option():
-    assert sorted(PLUGINS) == sorted(Composer(Arguments()).options("precision"))
+    assert sorted(PLUGINS) == sorted(Composer(Arguments()).repository.get_group_options("precision"))
 
 
 def test_custom_precision_is_a_module_and_an_option(project, tmp_path):

@@ -126,7 +126,7 @@ MISTAKES = [
     (["+recipe=line", "to=a.pt2"], "export got no checkpoint, expected ckpt=RUN"),
     (["ckpt=run", "to=a.pt2", "model._target_=os.system"], "model is os.system, which executes, unpickles or writes"),
     (["a.ckpt", "ckpt=run", "to=a.pt2"], "Got the word 'a.ckpt', expected settings, key=value"),
-    (["ckpt=run", "to=a.pt2", "weights=run"], "with export, expected a command that trains"),
+    (["ckpt=run", "to=a.pt2", "weights=run"], "with export, which does not train"),
     (["ckpt=run", "to=a.safetensors", "data.batch_size=8"], "got ckpt=run data.batch_size=8, expected"),
     (["ckpt=run", "to=a.pt2", "model._target_=nets.Other"], "forward(points) of Other cannot be called with a b"),
     (["ckpt=run", "to=a.pt2", "model._target_=line_fit.Line"], "Line has no forward"),

@@ -57,7 +57,7 @@ def test_recipe_is_shown_composed_with_the_meaning_of_its_keys(listed, capsys):
     assert "hydra" not in shown
     assert "min_epochs" not in shown["trainer"]  # not set by anything
     assert line_of(lines, "lr:") == ["lr: 0.3", "learning rate"]
-    assert line_of(lines, "limit_val_batches:")[1].endswith("0: no validation (enough)")
+    assert line_of(lines, "limit_val_batches:")[1].endswith("0: none (enough)")
     assert line_of(lines, "start:") == ["start: 'a # b'"]
     assert line_of(lines, "tips:")[1] == "flow"
     assert line_of(lines, "optimizer: $") == ["optimizer: ${optimizer}", "the value of optimizer"]

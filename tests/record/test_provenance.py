@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ def test_environment_contains_no_secrets(monkeypatch):
     assert environment()["command"] == ["python", "train.py", "key=${oc.env:TOKEN}", "s3://me:***@host/x"]
 
 
-@pytest.mark.skipif(module.shutil.which("git") is None, reason="needs git")
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_commit(tmp_path, monkeypatch):
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -55,5 +56,6 @@ def test_commit(tmp_path, monkeypatch):
     assert environment()["git"] == expected | {"modified": True}
     monkeypatch.setattr(module, "_GIT_TIMEOUT", 0.0)  # a disk that answers too late
     assert environment()["git"] is None
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module, "_GIT_TIMEOUT", 5.0)
+    monkeypatch.setenv("PATH", "")  # without git
     assert environment()["git"] is None

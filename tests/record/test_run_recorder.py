@@ -193,7 +193,7 @@ def test_points_are_thinned_out(tmp_path, clock):
 
 
 def test_memory_is_read_once_a_second(tmp_path, recorder, monkeypatch, clock):
-    monkeypatch.setattr(module, "memory_in_use", Mock(side_effect=[7, 8, 9]))
+    monkeypatch.setattr(module.measures, "memory_in_use", Mock(side_effect=[7, 8, 9]))
     trainer = Fit(recorder, folder=tmp_path, clock=clock).begin()
     for _ in range(6):
         trainer.train(seconds=0.4)

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -99,72 +99,67 @@ def _hydra(arguments: Arguments) -> int:
     from trainer.cli import restore
     from trainer.cli.compose import Composer
     from trainer.cli.config_checks import validate
-    from trainer.cli.workdir import claim, resume_command, resume_requeued_job, sweeps
+    from trainer.cli.execution import task
+    from trainer.cli.workdir import claim, resume_requeued_job, sweeps
 
-    report: Callable[[], int] = int  # prints the report of a sweep and returns the number of failed jobs
-    waiting: AbstractContextManager[None] | None = None  # waits for the jobs of a sweep
-    started = time.time() - 1.0  # file time stamps are less precise than the clock
     if "--experimental-rerun" in arguments.flags:
-        raise UsageError(
-            "Got --experimental-rerun, which can run any code. Repeat the run's .hydra/overrides.yaml instead."
-        )
+        raise UsageError("Got --experimental-rerun, which can run any code. Repeat .hydra/overrides.yaml instead.")
     resume_requeued_job(arguments)
     restore.apply(arguments)
     composer = Composer(arguments)
     config = validate(arguments, composer)
-    if not arguments.shows:
-        given = list(arguments.overrides)
-        folder = claim(arguments, config)
-        if not sweeps(arguments, config):
-            config = composer.placed(config, folder)
-        else:
-            from trainer.cli import compare, sweep
-            from trainer.cli.sweep.jobs import waiting_for
+    if arguments.shows:
+        return _call_hydra(composer, partial(composer.show, task))
+    if sweeps(arguments, config):
+        return _sweep(composer, config)
+    config = composer.placed(config, claim(arguments, config))
+    return _call_hydra(composer, partial(composer.run, config, task))
 
-            waiting = waiting_for(config.hydra, folder)
-            if arguments.command == "compare":
-                report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
-                compare.as_sweep(arguments)
-            else:
-                flags = [word for flag in arguments.flags.items() if flag[0] != "--quiet" for word in flag if word]
-                resume = resume_command(arguments.command, [*flags, *given], folder, "hydra.sweep.dir")
-                report = partial(sweep.report, folder, since=started, again=resume)
+
+def _sweep(composer: Composer, config: DictConfig) -> int:
+    """Run the jobs of a sweep or a comparison, and report on them."""
+    from trainer.cli import compare, sweep
+    from trainer.cli.execution import task
+    from trainer.cli.sweep.jobs import SWEPT, waiting_for
+    from trainer.cli.workdir import claim, resume_command
+
+    arguments, given = composer.arguments, list(composer.arguments.overrides)
+    started = time.time() - 1.0  # file time stamps are less precise than the clock
+    folder = claim(arguments, config)
+    if arguments.command == "compare":
+        report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
+        compare.as_sweep(arguments)
+    else:
+        flags = [word for flag in arguments.flags.items() if flag[0] != "--quiet" for word in flag if word]
+        resume = resume_command(arguments.command, [*flags, *given], folder, "hydra.sweep.dir")
+        report = partial(sweep.report, folder, since=started, again=resume)
+
+    def run_jobs() -> None:
+        with waiting_for(config.hydra, folder), environment({SWEPT: " ".join(composer.swept(config))}):
+            composer.sweep(task)
+
     try:
-        status = _call_hydra(composer, config, waiting)
+        status = _call_hydra(composer, run_jobs)
     finally:
         failed = report()
     return status or (FAILED if failed else OK)
 
 
-def _call_hydra(composer: Composer, config: DictConfig, waiting: AbstractContextManager[None] | None) -> int:
-    import hydra
+def _call_hydra(composer: Composer, run: Callable[[], None]) -> int:
     from hydra.errors import HydraException
 
     from trainer.cli import failure
-    from trainer.cli.compose import CONFIG_NAME, VERSION_BASE
-    from trainer.cli.execution import task
-    from trainer.cli.folders import packaged_conf
-    from trainer.cli.sweep.jobs import SWEPT
 
+    outer, sys.argv = sys.argv, [sys.argv[0], *composer.arguments.for_hydra()]  # launchers start other ranks with it
     try:
-        with ExitStack() as stack:
-            stack.callback(setattr, sys, "argv", sys.argv)
-            sys.argv = [sys.argv[0], *composer.arguments.for_hydra()]  # launchers start the other ranks with it
-            stack.enter_context(environment({"HYDRA_FULL_ERROR": "1"}))  # otherwise, Hydra prints errors and exits
-            if waiting is not None:
-                stack.enter_context(waiting)
-                stack.enter_context(environment({SWEPT: " ".join(composer.swept(config))}))
-            if composer.arguments.shows:
-                main = hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, **VERSION_BASE)
-                main(task)()
-            elif waiting is not None:
-                composer.sweep(task)
-            else:
-                composer.run(config, task)
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # otherwise, Hydra prints errors and exits
+            run()
     except SystemExit as end:  # Hydra exits after --hydra-help
         return end.code if isinstance(end.code, int) else OK
     except HydraException as error:
         if failure.is_recorded(error):  # raised by the run
             raise
         raise UsageError(str(error)) from error
+    finally:
+        sys.argv = outer
     return OK

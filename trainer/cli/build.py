@@ -23,17 +23,12 @@ from trainer.arguments import NUMBER, SWITCH, WHOLE, Kind
 from trainer.cli.failure import is_about_settings
 from trainer.cli.parsing import UsageError
 from trainer.cli.processes import environment
-from trainer.cli.schema import TEXT_ADVICE, check_settings, mistake
+from trainer.cli.schema import TEXT_ADVICE, check_settings, mistake, walk
 from trainer.cli.targets import PACKAGES, Allowlist
-from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
 
-_SPECIAL = {
-    "_partial_": SWITCH,
-    "_recursive_": SWITCH,
-    "_args_": (Kind("a list", lambda value: isinstance(value, list)),),
-    "_convert_": ("all", "partial", "object"),
-}
+_LIST = Kind("a list", lambda value: isinstance(value, list))
+_SPECIAL = {"_partial_": SWITCH, "_recursive_": SWITCH, "_args_": (_LIST,), "_convert_": ("all", "partial", "object")}
 """Accepted values of Hydra's keys. Objects always get plain containers."""
 _HYDRA_KEYS = ("_target_", *_SPECIAL)
 
@@ -76,10 +71,9 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
     unknown = [name for name in given if not isinstance(name, str) or (name not in known and not takes_any)]
     if unknown:  # a recipe or an option may have set them for another target
         hints = "".join(did_you_mean(str(name), known) for name in unknown)
-        advice = (
-            f"Its arguments: {', '.join(known) or 'none'}. To remove it: {' '.join(f'~{key}.{n}' for n in unknown)}"
-        )
-        raise UsageError(f"{key}: {target} has no argument {', '.join(map(repr, unknown))}.{hints} {advice}")
+        removal = f"To remove it: {' '.join(f'~{key}.{name}' for name in unknown)}"
+        names = f"{', '.join(map(repr, unknown))}.{hints} Its arguments: {', '.join(known) or 'none'}"
+        raise UsageError(f"{key}: {target} has no argument {names}. {removal}")
     try:
         signature.bind_partial(*positional, **given)
         if not node.get("_partial_", False):
@@ -123,11 +117,11 @@ def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[An
     else:
         positional, named = copy.deepcopy(positional), copy.deepcopy(named)
     target = node["_target_"]
-    made = partial(allowlist.locate(target, key), *positional, **named)
+    call = partial(allowlist.locate(target, key), *positional, **named)
     if node.get("_partial_", False):
-        _try_optimizer(made, key, target)
-        return made if finish is None else finish(made)
-    return _call(made, key, target)
+        _try_optimizer(call, key, target)
+        return call if finish is None else finish(call)
+    return _call(call, key, target)
 
 
 def _call(make: partial[Any], key: str, target: str) -> Any:

@@ -44,7 +44,7 @@ RESTORED = "amp_trainer_restored"
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 """Hydra 1.3 needs this argument to use its own defaults; 1.4 always uses them, and deprecates the argument."""
 
-ADVICE_ON_DEFAULTS = (
+DEFAULTS_ADVICE = (
     "To choose an option in a config file, write `- override /GROUP: OPTION` at the end of its defaults list, or"
     " `- OPTION` for another file of the same group. On the command line, write GROUP=OPTION without a +, or"
     " GROUP=[A,B] for several."
@@ -143,40 +143,31 @@ class Composer:
         problem = f"{_one_paragraph(remark[0] if remark else reason.partition(chr(10))[0])}."
         with suppress(HydraException):
             self.parser.parse_override(quoted)
-            problem += (
-                " A value with spaces, commas, brackets, quotes, = or other special characters needs its own quotes. If"
-                f" it is a text: {shlex.quote(quoted)}"
-            )
+            advice = "A value with spaces, commas, brackets or other special characters needs its own quotes."
+            problem += f" {advice} If it is a text: {shlex.quote(quoted)}"
         return f"Cannot parse the setting {override!r}: {problem}"
 
-    def is_group(self, key: str) -> bool:
-        """Return whether ``key`` is the name of a config group."""
-        return bool(self.loader.repository.group_exists(key))
+    @property
+    def repository(self) -> Any:
+        """Hydra's repository of the config groups, their options and their files."""
+        return self.loader.repository
 
     def chooses(self, override: Override) -> bool:
         """Return whether ``override`` chooses an option of a config group instead of setting a value."""
-        return self.is_group(override.key_or_group) and not isinstance(override.value(), dict)
-
-    def options(self, group: str) -> list[str]:
-        """Return the options of ``group``."""
-        return self.loader.repository.get_group_options(group)
-
-    def has_option(self, group: str, option: str) -> bool:
-        """Return whether ``group`` has ``option``, which may be in a subfolder of the group."""
-        return bool(self.loader.repository.config_exists(f"{group}/{option}"))
+        return self.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
 
     def groups(self) -> list[str]:
         """Return the config groups, without those of Hydra and of the schema."""
-        groups = self.loader.repository.get_group_options("", ObjectType.GROUP)
+        groups = self.repository.get_group_options("", ObjectType.GROUP)
         return [group for group in groups if group not in ("hydra", "_schema")]
 
     def files(self, words: Sequence[str]) -> Iterator[tuple[Path, str, str]]:
         """Iterate over file, config group and package of each file of a config, in the order of merging."""
         for default in self.loader.compute_defaults_list(self.config_name, list(words), RunMode.RUN).defaults:
             path, package = str(default.config_path), default.package or ""
-            found = self.loader.repository.load_config(path)
-            if found is not None and found.path.startswith("file://") and not package.startswith("hydra"):
-                yield Path(found.path.removeprefix("file://"), f"{path}.yaml"), path.rpartition("/")[0], package
+            loaded = self.repository.load_config(path)
+            if loaded is not None and loaded.path.startswith("file://") and not package.startswith("hydra"):
+                yield Path(loaded.path.removeprefix("file://"), f"{path}.yaml"), path.rpartition("/")[0], package
 
     def compose(self, overrides: Sequence[str], check: Callable[[dict[str, Any]], None] | None = None) -> DictConfig:
         """Return the composed config, including the ``hydra`` node.
@@ -212,7 +203,7 @@ class Composer:
         # the messages of Hydra 1.3 and 1.4
         unknown = re.search(r"(?:Could not override|No earlier Group Default for) '(?:\w+/)?(\w+)", text)
         hint = did_you_mean(unknown[1], self.groups()) if unknown else ""
-        return f"{_one_paragraph(re.split('full_key|To override', text)[0])}.{hint} {ADVICE_ON_DEFAULTS}"
+        return f"{_one_paragraph(re.split('full_key|To override', text)[0])}.{hint} {DEFAULTS_ADVICE}"
 
     def placed(self, config: DictConfig, folder: Path) -> DictConfig:
         """Return ``config`` with the folder of the run, which was added as the last override of the command line."""
@@ -222,6 +213,10 @@ class Composer:
         config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
         config.hydra.overrides.hydra.append(self.arguments.overrides[-1])
         return config
+
+    def show(self, task: TaskFunction) -> None:
+        """Print the config or Hydra's help, as the flags request. Hydra exits after some of them."""
+        hydra.main(config_path=str(packaged_conf()), config_name=CONFIG_NAME, **VERSION_BASE)(task)()
 
     def run(self, config: DictConfig, task: TaskFunction) -> None:
         """Do the same as `Hydra.run`, with a config that is already composed. Raise the exceptions of ``task``."""
@@ -246,10 +241,10 @@ class Composer:
 
     def sweep(self, task: TaskFunction) -> None:
         """Run a sweep with Hydra. The launcher calls ``task`` for each job."""
-        hydra = Hydra("trainer", self.loader)
-        GlobalHydra.instance().initialize(hydra)
+        runner = Hydra("trainer", self.loader)
+        GlobalHydra.instance().initialize(runner)
         try:
-            hydra.multirun(self.config_name, task, [*self.arguments.config_overrides(), "hydra.mode=MULTIRUN"])
+            runner.multirun(self.config_name, task, [*self.arguments.config_overrides(), "hydra.mode=MULTIRUN"])
         finally:
             GlobalHydra.instance().clear()
 
@@ -283,21 +278,18 @@ def resolution_errors() -> Iterator[None]:
         unset = re.search(r"Environment variable '(.+?)' not found", problem)
         hint = f" Set it, or give a default: ${{oc.env:{unset[1]},VALUE}}." if unset else ""
         if unknown := re.fullmatch(r"Unsupported interpolation type (\S+)", problem):
-            hint = (
-                f" Register it in a file in ./hydra_plugins: OmegaConf.register_new_resolver('{unknown[1]}', FUNCTION)."
-            )
+            hint = f" Register it in ./hydra_plugins: OmegaConf.register_new_resolver('{unknown[1]}', FUNCTION)."
         raise UsageError(f"{error.full_key}: {problem}.{hint}") from error
 
 
 def explain(error: Exception) -> str:
     """Return an error of Hydra as one paragraph for users."""
     if isinstance(error, MissingConfigException):
-        wanted = (error.missing_cfg_file or "").removesuffix(".yaml")
-        group, _, option = wanted.rpartition("/")
-        hint = did_you_mean(option or wanted, error.options or ())
+        group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+        hint = did_you_mean(option, error.options or ())
         one_of = f" Choose one of: {', '.join(error.options)}." if error.options else ""
         place = f"Config group {group}" if group else "The config folder"
-        return f"{place} has no option {option or wanted!r}.{hint}{one_of}"
+        return f"{place} has no option {option!r}.{hint}{one_of}"
     if no_value := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
         key = no_value[1]
         return f"Hydra cannot delete {key}, because it has no value. Give it a value first: {key}=0 ~{key}"
@@ -305,13 +297,12 @@ def explain(error: Exception) -> str:
     config = re.match(r"In '([^']+)'", str(error))
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         key = cause.full_key
-        file = f"conf/{config[1]}.yaml: " if config else ""
-        if config and config[1] == RESTORED:
-            file = "The config of that run: "
+        is_restored = config is not None and config[1] == RESTORED
+        file = "The config of that run: " if is_restored else f"conf/{config[1]}.yaml: " if config else ""
         name = key.removeprefix("trainer.")
         if key.startswith("trainer.") and name not in SETTINGS:
             is_group = name in ("callbacks", "logger", "precision")
-            hint = f" {ADVICE_ON_DEFAULTS}" if is_group else did_you_mean(name, SETTINGS)
+            hint = f" {DEFAULTS_ADVICE}" if is_group else did_you_mean(name, SETTINGS)
             return f"{file}There is no setting {key!r}.{hint}"
         message = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])
         if "is not in struct" in message:

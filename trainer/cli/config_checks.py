@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,24 +20,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.arguments import SWITCH, WHOLE, Kind, describe
 from trainer.cli import plugins, tracking
-from trainer.cli.compose import (
-    ADVICE_ON_DEFAULTS,
-    CONFIG_NAME,
-    RESTORED,
-    Composer,
-    resolution_errors,
-    resolve,
-    unresolved,
-)
+from trainer.cli.compose import CONFIG_NAME, DEFAULTS_ADVICE, RESTORED, Composer, resolution_errors, resolve, unresolved
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import options
 from trainer.cli.objective import Objective
 from trainer.cli.parsing import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.processes import environment
 from trainer.cli.restore import recipe_of, saved_config
-from trainer.cli.schema import ACCEPTED, check_settings, read_settings, setting
+from trainer.cli.schema import ACCEPTED, check_settings, mistake, read_settings, setting, walk
 from trainer.cli.targets import Allowlist
-from trainer.cli.walk import walk
 from trainer.cli.workdir import path_override, quoted, sweeps
 from trainer.common.terminal import command_line
 from trainer.errors import did_you_mean
@@ -60,6 +52,8 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip()) and value.isprintable()
 
 
+_FOLDER = Kind("a folder for the run", _is_path)
+_NAME = Kind("a name without slashes", lambda value: _is_path(value) and "/" not in value)
 _ROOT = {
     "seed": (WHOLE.at_least(0)._replace(most=2**32 - 1), None),
     "ckpt_path": (Kind("the path or URL of a file, best, last", _is_path), None),
@@ -121,15 +115,15 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
     """Return the values of each override, as overrides without a sweep."""
-    found = []
+    listed = []
     for override in overrides:
         values = [str(override.input_line)]
         if override.is_sweep_override():
             values = [f"{override.get_key_element()}={value}" for value in islice(_sweep(override), _MOST_JOBS)]
         if not values:
             raise UsageError(f"{override.input_line} has no values, expected at least one.")
-        found.append(values)
-    return found
+        listed.append(values)
+    return listed
 
 
 def _sweep(override: Override) -> Iterator[str]:
@@ -155,9 +149,9 @@ def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
 def _sweeper_params(composer: Composer, config: DictConfig) -> list[Override]:
     """Return the overrides in ``hydra.sweeper.params`` (set in conf/sweep), with full names of precisions."""
     params = dict(OmegaConf.select(config, "hydra.sweeper.params") or {})
-    if "precision" in params and (known := canonical_precisions(str(params["precision"]))) != params["precision"]:
-        params["precision"] = known
-        composer.arguments.overrides.append(f"hydra.sweeper.params.precision={quoted(known)}")
+    if "precision" in params:
+        params["precision"] = canonical_precisions(str(params["precision"]))
+        composer.arguments.overrides.append(f"hydra.sweeper.params.precision={quoted(params['precision'])}")
     overrides = composer.parse([f"{key}={value}" for key, value in params.items()])
     for override in overrides:
         _check_option(composer, override)
@@ -174,10 +168,8 @@ def _check_mode(composer: Composer, config: DictConfig, overrides: Sequence[Over
     for override in overrides:
         key, given = override.key_or_group, override.input_line
         if override.is_sweep_override() and not is_sweep:
-            raise UsageError(
-                f"{given} has several values, expected one. To run one job for each value, add -m. If it is a single"
-                " value, quote it; if it is a list, put it in brackets."
-            )
+            advice = "To run one job for each value, add -m. Quote a single value; put a list in brackets."
+            raise UsageError(f"{given} has several values, expected one. {advice}")
         if override.is_interval_sweep() and "BasicSweeper" in config.hydra.sweeper["_target_"]:
             raise UsageError(f"{given} is an interval, which only hydra/sweeper=optuna uses. Add hydra/sweeper=optuna.")
         if is_sweep and key == "hydra.run.dir":
@@ -188,7 +180,7 @@ def _check_mode(composer: Composer, config: DictConfig, overrides: Sequence[Over
 
 def _check_option(composer: Composer, override: Override) -> None:
     group = override.key_or_group
-    if not composer.is_group(group) or override.is_delete():
+    if not composer.repository.group_exists(group) or override.is_delete():
         return
     written = list(_sweep(override)) if override.is_sweep_override() else override.value()
     if group == "precision" and isinstance(written, list) and len(written) > 1 and not override.is_sweep_override():
@@ -196,11 +188,10 @@ def _check_option(composer: Composer, override: Override) -> None:
         raise UsageError(f"precision is [{names}], expected one option. To run each of them, use -m precision={names}")
     for option in written if isinstance(written, list) else [written]:
         name = describe(option).strip("'\"")
-        if isinstance(option, dict) or composer.has_option(group, name):
+        if isinstance(option, dict) or composer.repository.config_exists(f"{group}/{name}"):
             continue
-        known = composer.options(group)
-        short = [f"fp{one.partition('-')[0]}" for one in known] if group == "precision" else []
-        hint = did_you_mean(name, [*known, *short]) or did_you_mean(Path(name).stem, options(group))
+        known = composer.repository.get_group_options(group)
+        hint = did_you_mean(name, known) or did_you_mean(Path(name).stem, options(group))
         if not hint and group in _REPLACEABLE and re.fullmatch(r"[a-zA-Z_]\w*(\.\w+)+", name):
             hint = f" To use the class {name}: {group}._target_={name}."
         if not hint and group == "recipe" and not Path("conf").is_dir():
@@ -239,8 +230,7 @@ def _check_key(composer: Composer, known: dict[str, Any], override: Override) ->
     node, rest = known.get(above), key.removeprefix(above)
     is_added = override.is_add() or override.is_force_add()
     if rest and isinstance(node, str) and node.startswith("${"):  # Hydra would replace the interpolation by a new node
-        plus = "+" if is_added else ""
-        raise UsageError(f"{above} is {node}: set {plus}{node.strip('${}')}{rest} instead of {plus}{key}.")
+        raise UsageError(f"{above} is {node}: set {node.strip('${}')}{rest} instead of {key}.")
     is_open = above and (node is None or node == "???" or isinstance(node, list))
     if not (is_added or is_open or key in known):
         hint = _nearest(key, known) or did_you_mean(key, composer.groups())
@@ -288,9 +278,8 @@ def _check_whole(composer: Composer, config: DictConfig, before: dict[str, Any],
     """
     job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     runs = not composer.arguments.shows
-    for name in _REQUIRED:
-        if name not in job:
-            raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.")
+    if missing := [name for name in _REQUIRED if name not in job]:
+        raise UsageError(f"There is no {missing[0]} in the config, expected one: it cannot be removed.")
     if composer.config_name != RESTORED:  # a restored config was checked by its own run
         _check_ignored_keys(composer, config, before)
     with environment(dict(config.hydra.job.env_set)):  # Hydra sets them when the run starts
@@ -311,12 +300,12 @@ def _check_whole(composer: Composer, config: DictConfig, before: dict[str, Any],
 
 def _check_hydra(config: DictConfig, *, is_sweep: bool) -> None:
     """Check the settings of Hydra that a run depends on, and register the launcher and the sweeper of a sweep."""
-    for key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name"):
+    settings = {"hydra.run.dir": _FOLDER, "hydra.sweep.dir": _FOLDER, "hydra.job.name": _NAME}
+    for key, kind in settings.items():
         with resolution_errors():
-            name = str(OmegaConf.select(config, key))
-        if not _is_path(name) or (key == "hydra.job.name" and "/" in name):
-            expected = "a name without slashes" if key == "hydra.job.name" else "a folder for the run"
-            raise UsageError(f"{key} is {describe(name)}, expected {expected}.")
+            problem = mistake(key, str(OmegaConf.select(config, key)), (kind,))
+        if problem:
+            raise UsageError(problem)
     if OmegaConf.select(config, "hydra.job.chdir"):
         raise UsageError("hydra.job.chdir is true, expected false. The run's folder is ${hydra:runtime.output_dir}.")
     if is_sweep:
@@ -359,7 +348,10 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, before: dict[str
     for group in ("callbacks", "logger"):
         entries = known[group] if isinstance(known[group], dict) else {}
         nodes = {name: node for name, node in entries.items() if isinstance(node, dict)}
-        names = [*composer.options(group), *(name for name, node in nodes.items() if "_target_" in node)]
+        names = [
+            *composer.repository.get_group_options(group),
+            *(name for name, node in nodes.items() if "_target_" in node),
+        ]
         for name in nodes:  # a node of an option that was not chosen is allowed
             if name not in names and (hint := did_you_mean(name, names)):
                 raise UsageError(f"{group}.{name} has no _target_.{hint}")
@@ -374,10 +366,8 @@ def _check_targets(plain: dict[str, Any]) -> None:
     for key, node in nodes.items():
         has_target = isinstance(node, dict) and ("_target_" in node or key not in ("model", "data"))
         if node is not None and not has_target:
-            raise UsageError(
-                f"{key} is {describe(node)}, expected a node with a _target_, the dotted name of a class, or null."
-                f" {ADVICE_ON_DEFAULTS}"
-            )
+            expected = "expected a node with a _target_, the dotted name of a class, or null."
+            raise UsageError(f"{key} is {describe(node)}, {expected} {DEFAULTS_ADVICE}")
 
 
 def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None) -> None:
@@ -391,7 +381,7 @@ def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None
     raise UsageError(
         f"There is no model to {'check' if command == 'checks' else command}.{chosen} Choose a recipe,"
         f" `{command_line(arguments.command, *arguments.words, '+recipe=NAME', *words)}`, or a model: model=NAME.{run}"
-        f" Recipes: {recipes or 'none, put one into conf/recipe/'} (`{command_line('recipes')}` describes them)."
+        f" Recipes: {recipes} (`{command_line('recipes')}` describes them)."
     )
 
 
@@ -401,10 +391,8 @@ def _check_used(config: Any, overrides: Sequence[Override]) -> None:
         rest = {key: node for key, node in config.items() if key != name}
         given = [override.input_line for override in overrides if override.key_or_group.partition(".")[0] == name]
         if given and config.get(name) is not None and f"${{{name}" not in str(rest):
-            raise UsageError(
-                f"{given[-1]} has no effect: no node of this recipe uses the {name} of the config. Remove it, or pass"
-                f" the {name} to the model: `{name}: ${{{name}}}` in its node."
-            )
+            advice = f"Remove it, or pass the {name} to the model: `{name}: ${{{name}}}` in its node."
+            raise UsageError(f"{given[-1]} has no effect: no node of this recipe uses the {name}. {advice}")
 
 
 def _check_start(plain: dict[str, Any]) -> None:
@@ -413,16 +401,11 @@ def _check_start(plain: dict[str, Any]) -> None:
     given = next((f"{name}={plain[name]}" for name in ("ckpt", "ckpt_path") if plain[name] is not None), None)
     if given is not None and command in ("checks", "tune"):
         checkpoint = given.partition("=")[2]
-        recipe = recipe_of(f"{checkpoint}/file") or "NAME"  # also if it is the folder of a run
-        raise UsageError(
-            f"Got {given} with {command}, which does not resume. To start from the weights of a run, replace it by"
-            f" +recipe={recipe} {shlex.quote(path_override('weights', checkpoint))}."
-        )
+        start = _from_weights(checkpoint, f"{checkpoint}/file")  # also if it is the folder of a run
+        raise UsageError(f"Got {given} with {command}, which does not resume. For its weights, replace it by {start}.")
     if weights is not None and command not in ("fit", "compare", "tune", "checks"):
-        raise UsageError(
-            f"Got weights={weights} with {command}, expected a command that trains. To use the weights of a run:"
-            f" `{command_line(command, path_override('ckpt', weights))}`."
-        )
+        evaluate = command_line(command, path_override("ckpt", weights))
+        raise UsageError(f"Got weights={weights} with {command}, which does not train. Use a run: `{evaluate}`.")
     if weights is not None and given is not None:
         raise UsageError(f"Got weights={weights} and {given}, expected one of them: weights begins a new run.")
     if weights is not None:
@@ -436,15 +419,20 @@ def _check_start(plain: dict[str, Any]) -> None:
 
 def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None:
     """Refuse settings of the optimizer on the command line that a checkpoint of a fit replaces."""
-    path = plain["ckpt_path"]
-    folder = next((str(one.value()) for one in overrides if one.key_or_group == "hydra.run.dir"), "")
+    given = {override.key_or_group: override for override in overrides}
+    folder = str(given["hydra.run.dir"].value()) if "hydra.run.dir" in given else ""
     own = checkpoints_in(Path(folder)) if folder and plain["trainer"]["resume"] == "auto" else []
-    path = str(own[0]) if own else path  # resume=auto prefers those of its folder
+    path = str(own[0]) if own else plain["ckpt_path"]  # resume=auto prefers those of its folder
     run = run_of(Path(path)) if plain["command"] == "fit" and path is not None and Path(path).exists() else None
-    saved, now = {} if run is None else _saved_optimizer(run), plain.get("optimizer")
-    if not isinstance(now, dict) or saved.get("_target_") != now.get("_target_"):
+    if run is None:
         return
-    given = {override.key_or_group for override in overrides}
+    saved: Any = None
+    now = plain.get("optimizer")
+    node = OmegaConf.create(saved_config(run)).get("optimizer")
+    with suppress(OmegaConfBaseException):  # such as an environment variable that is not set any more
+        saved = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else None
+    if not isinstance(saved, dict) or not isinstance(now, dict) or saved.get("_target_") != now.get("_target_"):
+        return
     for name, before in saved.items():
         # values that are not given may be those of a recipe
         is_given = plain["ckpt"] is not None or own or f"optimizer.{name}" in given
@@ -452,16 +440,10 @@ def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None
             raise UsageError(
                 f"optimizer.{name}={describe(now.get(name))} has no effect, because the optimizer in {path} continues"
                 f" with {name}={describe(before)}. Remove it, or start a new run from the weights: replace"
-                f" {'resume=auto and its folder' if own else 'the checkpoint'} by +recipe={recipe_of(path) or 'NAME'}"
-                f" {shlex.quote(path_override('weights', path))}."
+                f" {'resume=auto and its folder' if own else 'the checkpoint'} by {_from_weights(path, path)}."
             )
 
 
-def _saved_optimizer(run: Path) -> dict[str, Any]:
-    """Return the settings of the optimizer of the run in a folder; {} if it has none, or they cannot be resolved."""
-    config = OmegaConf.create(saved_config(run))
-    try:
-        saved = OmegaConf.to_container(config.optimizer, resolve=True) if "optimizer" in config else None
-    except OmegaConfBaseException:  # such as an environment variable that is not set any more
-        return {}
-    return {str(name): value for name, value in saved.items()} if isinstance(saved, dict) else {}
+def _from_weights(weights: str, checkpoint: str) -> str:
+    """Return the settings that start a new run from ``weights``, with the recipe of the run of ``checkpoint``."""
+    return f"+recipe={recipe_of(checkpoint) or 'NAME'} {shlex.quote(path_override('weights', weights))}"

@@ -15,15 +15,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from trainer.arguments import refuse_other_package
 from trainer.cli import failure, tracking
 from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
+from trainer.cli.failure import log_warnings
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, not_logged
 from trainer.cli.parsing import UsageError
 from trainer.cli.processes import end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of
-from trainer.cli.run_warnings import log_warnings
 from trainer.cli.targets import Allowlist
 from trainer.cli.workdir import resume_command, unresolved_words, words_of_run
 from trainer.common import packages, redaction
@@ -125,15 +126,16 @@ def run(config: DictConfig) -> float | None:
         is_running = outer
         record.facts["objective"] = _objective(settings, record.facts)
         is_resumed = config.command == "fit" and getattr(trainer, "ckpt_path", None) is not None
-        before, now = (
-            [facts.get(key) for key in ("status", "epochs", "steps")] for facts in (record.former, record.facts)
-        )
-        if is_resumed and before == now and record.completed:  # the run has trained no further step
+        progress = ("status", "epochs", "steps")
+        is_same = all(record.former.get(name) == record.facts.get(name) for name in progress)
+        if is_resumed and is_same and record.completed:  # the run has trained no further step
             record.facts = record.former  # they include more, such as the training time
         if is_first() and is_ours:
             record.write()
         tracking.end(ok=record.facts["status"] in SUCCESSFUL)
-    _warn_of_missing_objective(settings, record)
+    metric = (settings.get("objective") or {}).get("metric")
+    if record.command == "fit" and record.completed and metric is not None and metric not in record.metrics:
+        log.warning(not_logged("objective.metric", metric, "the run did not log", record.metrics))
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")
     from trainer.callbacks import RunSummary
@@ -215,7 +217,9 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
     if settings["weights"] is not None and not issubclass(trainer_class, Trainer):
         raise UsageError(f"Got weights with trainer._target_={target}, expected trainer.Trainer. Remove one of them.")
     module = make(settings["model"], "model", allowlist, fusing(trainer_class))
-    _check_kinds(module, data, settings)
+    _check_class("model", module, L.LightningModule, settings)
+    if data is not None:
+        _check_class("data", data, L.LightningDataModule, settings)
     try:
         trainer = trainer_class(**arguments)
     except ModuleNotFoundError as error:  # raised by an accelerator or a strategy
@@ -237,9 +241,8 @@ def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) ->
     if settings["ckpt"] and settings["command"] != "fit" and (tested := run_of(Path(settings["ckpt"]))):
         former = read_json(tested).get("tracking") or {}  # so that results are added to the run that is tested
     words = unresolved_words(HydraConfig.get().overrides.hydra)
-    is_job = any(
-        word.startswith("hydra.job.num=") for word in words
-    )  # a run of ckpt=RUN has the number of its job, too
+    # not `hydra.job.num` itself, because a run of ckpt=RUN has the number of its job, too
+    is_job = any(word.startswith("hydra.job.num=") for word in words)
     run = LoggedRun(folder, settings.get("name") or record.facts["recipe"], folder.parent.name if is_job else None)
     loggers = tracking.complete(settings["logger"], run, former)
     return settings | {"logger": loggers}, {} if former else tracking.settings_to_log(settings)
@@ -248,11 +251,9 @@ def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) ->
 def _print_resume_command(folder: Path, config: DictConfig, trainer: Trainer | None) -> None:
     """Print the command that resumes an interrupted fit."""
     has_saved = bool(checkpoints_in(folder)) and not getattr(trainer, "fast_dev_run", False)
-    words = words_of_run()
-    if config.command != "fit" or not is_first() or not has_saved:
-        return
-    command = resume_command("fit", words, from_here(folder), "hydra.run.dir")
-    print(f"To resume: {command}", file=sys.stderr, flush=True)
+    if config.command == "fit" and is_first() and has_saved:
+        command = resume_command("fit", words_of_run(), from_here(folder), "hydra.run.dir")
+        print(f"To resume: {command}", file=sys.stderr, flush=True)
 
 
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -267,18 +268,13 @@ def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -
     arguments["plugins"] = [*plugins, CheckpointFiles(**settings)]
 
 
-def _check_kinds(module: Any, data: Any, settings: dict[str, Any]) -> None:
-    import lightning as L
-
-    from trainer.arguments import refuse_other_package
-
-    for name, made, kind in (("model", module, L.LightningModule), ("data", data, L.LightningDataModule)):
-        refuse_other_package(name, getattr(made, "_orig_mod", made))
-        if made is not None and not isinstance(getattr(made, "_orig_mod", made), kind):
-            raise UsageError(
-                f"{name} is {settings[name]['_target_']}, which returns a {type(made).__name__}, expected a"
-                f" {kind.__name__}. Write a {kind.__name__} that uses it, and set {name}._target_ to that."
-            )
+def _check_class(name: str, built: Any, expected: type, settings: dict[str, Any]) -> None:
+    plain = getattr(built, "_orig_mod", built)
+    refuse_other_package(name, plain)
+    if not isinstance(plain, expected):
+        returned = f"which returns a {type(built).__name__}, expected a {expected.__name__}"
+        advice = f"Write a {expected.__name__} that uses it, and set {name}._target_ to that."
+        raise UsageError(f"{name} is {settings[name]['_target_']}, {returned}. {advice}")
 
 
 def _redact_dumps(folder: Path, subfolder: str | None) -> None:
@@ -301,20 +297,15 @@ def _available_loggers(loggers: dict[str, Any]) -> dict[str, Any]:
 
 def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:
     """Return the objects of a group of named nodes. Nodes without a target are ignored: they were not chosen."""
-    return [
-        make(node, f"{key}.{name}", allowlist) for name, node in (nodes or {}).items() if node and "_target_" in node
-    ]
+    chosen = {name: node for name, node in (nodes or {}).items() if node and "_target_" in node}
+    return [make(node, f"{key}.{name}", allowlist) for name, node in chosen.items()]
 
 
 def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any, trainer: Trainer) -> None:
     command, checkpoint = settings["command"], settings["ckpt_path"]
     if command != "fit" and is_first():
         if checkpoint is None:
-            log.warning(
-                "%s uses newly initialized weights. To use the weights and config of a run, set ckpt to its"
-                " folder or a checkpoint in it.",
-                command,
-            )
+            log.warning("%s uses newly initialized weights. To use a run's weights and config, add ckpt=RUN.", command)
         with suppress(OSError):  # a missing record does not fail the run
             record.write()
     if command == "predict":
@@ -343,12 +334,9 @@ def _require_last_checkpoint(settings: dict[str, Any]) -> Iterator[None]:
     except UserWarning as warning:
         if "no last checkpoint" not in str(warning):
             raise
-        nodes = [node for node in (settings["callbacks"] or {}).values() if isinstance(node, dict)]
-        folders = ", ".join(str(node["dirpath"]) for node in nodes if node.get("dirpath") and "save_last" in node)
         raise UsageError(
-            f"ckpt_path is last, and there is no last checkpoint in {folders or 'any folder of this run'}. To resume a"
-            f" run, or to use its weights: `{command_line(settings['command'], 'ckpt=RUN')}`. With resume=auto, the"
-            " same fit resumes from its last checkpoint, or starts if there is none."
+            "ckpt_path is last, and there is no last checkpoint in any folder of this run. To resume a run, or to use"
+            f" its weights: `{command_line(settings['command'], 'ckpt=RUN')}`. resume=auto also starts without one."
         ) from warning
 
 
@@ -358,7 +346,7 @@ def _result_line(run: RunRecord) -> str:
     metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
     rate = run.samples_per_second
     speed = "" if rate is None or is_quiet() else f", {rate:,.1f} samples/s"
-    line = f"{run.command} {run.status} in {run.seconds:.1f} s{speed}" + (f": {metrics}" if metrics else "")
+    line = f"{run.command} {run.status} in {run.seconds:.1f} s{speed}{': ' * bool(metrics)}{metrics}"
     return f"{line}. Results are in {from_here(run.folder)}"
 
 
@@ -400,9 +388,3 @@ def _objective(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
         return None
     objective = {"metric": chosen[0], "mode": chosen[1]}
     return objective | {"value": RunRecord({**facts, "objective": objective}, None).objective_value}
-
-
-def _warn_of_missing_objective(settings: Mapping[str, Any], run: RunRecord) -> None:
-    metric = (settings.get("objective") or {}).get("metric")
-    if run.command == "fit" and run.completed and metric is not None and metric not in run.metrics:
-        log.warning(not_logged("objective.metric", metric, "the run did not log", run.metrics))

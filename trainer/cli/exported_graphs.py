@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,9 +102,8 @@ def export(
             try:
                 run = (_write_onnx if file.suffix == ".onnx" else _write_graph)(graph, part)
             except OSError as error:
-                raise CheckpointWriteError(
-                    f"{file} was not written: {error.strerror or error}.", error.errno
-                ) from error
+                reason = f"{file} was not written: {error.strerror or error}."
+                raise CheckpointWriteError(reason, error.errno) from error
             tried = [inputs, *([_rows(inputs, [0])] if is_dynamic else [])]
             try:
                 gap = max(compare(run(given), _outputs_of(module, given)) for given in tried)
@@ -117,8 +116,8 @@ def export(
             os.replace(part, file)
     sizes = f"any size (checked with {rows_of(inputs)} and 1)" if is_dynamic else f"{rows_of(inputs)}, no other size"
     comparison = f"differ by at most {gap:.1e}" if gap else "are bitwise equal"
-    wrote = f"Wrote {file}: {size:,.3g} MiB, float32, for batches of {sizes}."
-    return f"{wrote} Its outputs and those of forward {comparison}."
+    about = f"{size:,.3g} MiB, float32, for batches of {sizes}"
+    return f"Wrote {file}: {about}. Its outputs and those of forward {comparison}."
 
 
 def inputs_of(module: Any, batch: Any) -> Inputs:
@@ -129,36 +128,35 @@ def inputs_of(module: Any, batch: Any) -> Inputs:
     """
     example = getattr(module, "example_input_array", None)
     given, place = (batch, "a batch") if example is None else (example, "example_input_array")
-    kinds = inspect.Parameter
-    parameters = inspect.signature(module.forward).parameters.values()
-    variadic = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind not in variadic]
-    needed = [one.name for one in parameters if one.name in names and one.default is kinds.empty]
-    found: Inputs = ((given,), {})
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = [p for p in inspect.signature(module.forward).parameters.values() if p.kind not in variadic]
+    names = [parameter.name for parameter in parameters]
+    needed = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    inputs: Inputs = ((given,), {})
     if isinstance(given, Mapping) and needed and set(needed) <= given.keys():
-        found = ((), {name: given[name] for name in names if name in given})
+        inputs = ((), {name: given[name] for name in names if name in given})
     elif isinstance(given, (list, tuple)):
-        found = (tuple(given[: len(needed)] if example is None else given), {})
-    found = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), found)
-    kind = ", ".join(type(leaf).__name__ for leaf in tree_leaves(given)) or "nothing"
-    problem = "" if _tensors(found) else ", which has no tensor"
+        inputs = (tuple(given[: len(needed)] if example is None else given), {})
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), inputs)
+    problem = "" if _tensors(inputs) else ", which has no tensor"
     try:
-        _outputs_of(module, found)
+        _outputs_of(module, inputs)
     except Exception as error:
         problem = f": {type(error).__name__}: {' '.join(str(error).split())}"
     if problem:
+        types = ", ".join(type(leaf).__name__ for leaf in tree_leaves(given)) or "nothing"
         raise UsageError(
             f"forward({', '.join(names)}) of {type(module).__name__} cannot be called with {place}, a"
-            f" {type(given).__name__} of {kind}{problem}. Set self.example_input_array in the module to a tensor, a"
+            f" {type(given).__name__} of {types}{problem}. Set self.example_input_array in the module to a tensor, a"
             " tuple of arguments, or a mapping of them by name."
         )
-    return found
+    return inputs
 
 
 def _first_batch(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, checkpoint: str) -> Any:
     """Return the first batch after the transfer hooks, and load the weights into the module."""
+    owners = [owner for owner in (data, module) if owner is not None]
     for stage, loader, step in _SOURCES:
-        owners = [owner for owner in (data, module) if owner is not None]
         if not is_overridden(step, module) or not any(is_overridden(loader, owner) for owner in owners):
             continue
         first = _FirstBatch()
@@ -172,10 +170,7 @@ def _first_batch(trainer: Trainer, module: LightningModule, data: LightningDataM
         if loaded is not None and not loaded.complete:
             raise ExportError(f"The checkpoint does not belong to this {type(module).__name__}. {loaded}")
         return first.batch
-    raise UsageError(
-        f"Got no data to call the forward of {type(module).__name__} with, expected a val_dataloader, or one for test,"
-        " predict or training. Choose data: data=NAME."
-    )
+    raise UsageError(f"Got no dataloader for a batch to call {type(module).__name__}.forward with. Choose data=NAME.")
 
 
 def _outputs_of(module: Any, inputs: Inputs) -> list[Tensor]:
@@ -193,8 +188,8 @@ def rows_of(inputs: Inputs) -> int:
 
 def _rows(inputs: Inputs, index: list[int]) -> Inputs:
     rows = rows_of(inputs)
-    found: Inputs = tree_map_only(Tensor, lambda one: one[index] if one.ndim and len(one) == rows else one, inputs)
-    return found
+    chosen: Inputs = tree_map_only(Tensor, lambda t: t[index] if t.ndim and len(t) == rows else t, inputs)
+    return chosen
 
 
 def _graph(module: Any, inputs: Inputs, example: Inputs) -> tuple[Any, bool]:
@@ -213,10 +208,8 @@ def _graph(module: Any, inputs: Inputs, example: Inputs) -> tuple[Any, bool]:
             return torch.export.export(module, *fresh, dynamic_shapes=shapes, strict=False), shapes is not None
         except Exception as error:
             errors.append(error)
-    message = str(errors[0]).strip().partition("\n")[0]
-    raise ExportError(
-        f"torch.export failed for {type(module).__name__}.forward: {type(errors[0]).__name__}: {message}"
-    ) from errors[0]
+    message = f"{type(errors[0]).__name__}: {str(errors[0]).strip()}".partition("\n")[0]
+    raise ExportError(f"torch.export failed for {type(module).__name__}.forward: {message}") from errors[0]
 
 
 def _write_graph(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:
@@ -237,22 +230,25 @@ def _write_onnx(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:
         raise ExportError(f"torch.onnx cannot export this graph: {message[:300]}. Use to=model.pt2 instead.") from error
 
     def run(inputs: Inputs) -> list[Tensor]:
-        names = [one.name for one in session.get_inputs()]
-        given = {name: tensor.numpy() for name, tensor in zip(names, _tensors(inputs), strict=True)}
-        return [torch.from_numpy(value) for value in session.run(None, given)]
+        pairs = zip(session.get_inputs(), _tensors(inputs), strict=True)
+        outputs = session.run(None, {argument.name: tensor.numpy() for argument, tensor in pairs})
+        return [torch.from_numpy(value) for value in outputs]
 
     return run
 
 
-def compare(found: list[Tensor], expected: list[Tensor]) -> float:
+def compare(outputs: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference between the outputs.
 
     Raises:
         AssertionError: if the difference is above :data:`TOLERANCE`, or shapes or dtypes differ.
     """
-    largest = max(
-        (float(tensor.double().nan_to_num(0, 0, 0).abs().max()) for tensor in expected if tensor.numel()), default=0.0
-    )
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=TOLERANCE * max(1.0, largest), equal_nan=True)
-    pairs = [(one.double(), other.double()) for one, other in zip(found, expected, strict=True) if one.numel()]
-    return max((float((one - other).nan_to_num(0, 0, 0).abs().max()) for one, other in pairs), default=0.0)
+    tolerance = TOLERANCE * max(1.0, _largest(expected))
+    torch.testing.assert_close(outputs, expected, rtol=0.0, atol=tolerance, equal_nan=True)
+    return _largest([output.double() - other.double() for output, other in zip(outputs, expected, strict=True)])
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """Return the largest finite absolute value, or 0."""
+    sizes = (tensor.double().nan_to_num(0, 0, 0).abs() for tensor in tensors if tensor.numel())
+    return max((float(size.max()) for size in sizes), default=0.0)

@@ -1,4 +1,4 @@
-"""Print the error that ended a run as a short paragraph: its message, the line of the user's code, and advice.
+"""Print the error that ended a run, as a short paragraph: message, line of the user's code, advice; and its warnings.
 
 The full traceback is written to the log file in the run's folder; ``--debug`` prints it as well. Advice depends on the
 type of the error and, for some types, on its message and notes. Messages of other libraries are printed unchanged.
@@ -12,22 +12,18 @@ import os
 import re
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from trainer import errors
 from trainer.cli.folders import is_users
 from trainer.cli.processes import is_debug, is_first, rank
 from trainer.common import packages, redaction
 from trainer.common.files import from_here
-from trainer.errors import (
-    ConfigurationError,
-    FolderInUseError,
-    NonFiniteError,
-    ResumeError,
-    TrainerError,
-    UnsafeCheckpointError,
-    is_out_of_memory,
-)
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +53,7 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1) -> 
     """
     error.__dict__["folder"] = folder
     error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
-    if isinstance(error, FolderInUseError):
+    if isinstance(error, errors.FolderInUseError):
         return  # the folder and its log belong to another run
     trace = redaction.text("".join(traceback.format_exception(_without_hydra_frames(error))))
     handler = log_handler()
@@ -90,7 +86,7 @@ def print_error(error: Exception) -> None:
         return
     if is_debug():
         print(printable("".join(traceback.format_exception(_without_hydra_frames(error)))), file=sys.stderr)
-    about_settings = f"trainer: {error if isinstance(error, ConfigurationError) else one_line(error)}"
+    about_settings = f"trainer: {error if isinstance(error, errors.ConfigurationError) else one_line(error)}"
     print(printable(about_settings if is_about_settings(error) else paragraph(error)), file=sys.stderr)
 
 
@@ -120,12 +116,12 @@ def one_line(error: BaseException) -> str:
 
 def paragraph(error: BaseException) -> str:
     """Return a paragraph: the message of ``error``, the line that raised it, advice, and the log with the traceback."""
-    found, is_own = _IN_WORKER.match(str(error)), isinstance(error, TrainerError)
-    kind = found["kind"] if found else type(error).__name__
-    text = _shortened(str(error)[found.end() :] if found else str(error))
-    lines = [f"trainer: {text}" if is_own else f"trainer: {kind}: {text}" if text else f"trainer: {kind}."]
-    if found:
-        lines.append(f"In {found['where']}.")
+    in_worker, is_own = _IN_WORKER.match(str(error)), isinstance(error, errors.TrainerError)
+    name = in_worker["kind"] if in_worker else type(error).__name__
+    text = _shortened(str(error)[in_worker.end() :] if in_worker else str(error))
+    lines = [f"trainer: {text}" if is_own else f"trainer: {name}: {text}" if text else f"trainer: {name}."]
+    if in_worker:
+        lines.append(f"In {in_worker['where']}.")
     if not is_own and (place := user_line(error)):
         lines.append(f"Raised in {place}")
     lines += [note.replace("\n", "\n  ") for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
@@ -134,7 +130,7 @@ def paragraph(error: BaseException) -> str:
     file = error.__dict__.get("log_file")
     if file is not None:
         lines.append(f"The full traceback is in {from_here(file)}{'' if is_debug() else '; --debug prints it'}.")
-    elif not isinstance(error, FolderInUseError) and not is_debug():
+    elif not isinstance(error, errors.FolderInUseError) and not is_debug():
         lines.append("--debug prints the full traceback.")
     return "\n  ".join(lines)
 
@@ -171,27 +167,23 @@ def _shortened(message: str) -> str:
 
 def _advice(error: BaseException) -> str:
     """Return advice about ``error``, or "" for errors without advice."""
-    if isinstance(error, ResumeError):
-        advice = "On the command line, exact_resume=false resumes anyway."
-        if "set a batch size" in str(error):
-            folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
-            advice += f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
-        return advice
-    if isinstance(error, NonFiniteError):
+    if isinstance(error, errors.ResumeError):
+        folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
+        named = f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
+        is_about_size = "set a batch size" in str(error)
+        return f"On the command line, exact_resume=false resumes anyway.{named if is_about_size else ''}"
+    if isinstance(error, errors.NonFiniteError):
         return "callbacks=nonfinite_guard names step and layer; callbacks.nonfinite_guard.policy=skip skips such steps."
-    if isinstance(error, UnsafeCheckpointError):
+    if isinstance(error, errors.UnsafeCheckpointError):
         return (
-            "In your own program, load the file with torch.load(..., weights_only=False), remove these objects, and"
-            " save the rest to another file with torch.save."
+            "If you trust the file: torch.load(..., weights_only=False), remove these objects, and torch.save the rest."
         )
     if isinstance(error, ModuleNotFoundError):
         if error.name is None:  # not raised by an import, such as in Lightning's loggers
             return "Install the package that the message names."
-        return (
-            f"If {error.name} is a package, install it. If it is your own file, run the command in the folder of that"
-            f" file. The recipes need: {packages.pip_install('recipes')}."
-        )
-    if not is_out_of_memory(error) or isinstance(error, TrainerError):
+        own = f"If {error.name} is a package, install it. If it is your file, run the command in its folder."
+        return f"{own} The recipes need: {packages.pip_install('recipes')}."
+    if not errors.is_out_of_memory(error) or isinstance(error, errors.TrainerError):
         return ""
     return (
         "Less memory: a smaller data.batch_size with a larger trainer.accumulate_grad_batches, precision=bf16-mixed,"
@@ -217,13 +209,48 @@ def _is_first_to_report(error: Exception) -> bool:
 
     The first error is the cause. The other processes then fail because that process is missing.
     """
-    folder = error.__dict__.get("folder")
-    if folder is None or error.__dict__.get("processes", 1) < 2:
+    if not is_recorded(error) or error.__dict__["processes"] < 2:
         return True
     try:
-        (folder / _REPORTED).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        return is_first()
+        (error.__dict__["folder"] / _REPORTED).touch(exist_ok=False)
+    except OSError as problem:
+        return is_first() and not isinstance(problem, FileExistsError)
     return True
+
+
+@contextmanager
+def log_warnings() -> Iterator[None]:
+    """Inside the context, print each warning once, as one line, and also write it to the run's log.
+
+    Only the handler of the log gets the warnings, because Python itself prints them, above the progress bar. Repeated
+    texts are dropped: torch issues some warnings from several places and for each dataloader.
+    """
+    show, form = warnings.showwarning, warnings.formatwarning
+    shown: set[str] = set()
+
+    def show_once(message: Warning | str, category: type[Warning], filename: str, lineno: int, *file: Any) -> None:
+        text = _in_one_line(message)
+        if text in shown:
+            return
+        shown.add(text)
+        warnings.formatwarning = _line  # set here, because importing Lightning replaces it
+        show(message, category, filename, lineno, *file)
+        if (handler := log_handler()) is not None:
+            entry = f"{text} ({from_here(Path(filename))}:{lineno})"
+            handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (entry,), None))
+
+    warnings.showwarning = show_once  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.showwarning, warnings.formatwarning = show, form
+
+
+def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Return the line for the terminal, with file and line number if the file is the user's own."""
+    is_own = Path(filename).is_relative_to(Path.cwd()) and packages.is_users_file(filename)
+    return f"WARNING: {_in_one_line(message)}{f' ({from_here(Path(filename))}:{lineno})' if is_own else ''}\n"
+
+
+def _in_one_line(message: Warning | str) -> str:
+    return " ".join(str(message).split())

@@ -54,11 +54,8 @@ def search_here() -> None:
     named = [*(file for file in sorted(Path().glob("*.py")) if file.stem in hidden), Path("trainer", "__init__.py")]
     files = [file for file in named if file.is_file() and file.resolve() != PACKAGE / "__init__.py"]
     if files and not sys.flags.safe_path and is_first():
-        print(
-            f"trainer: {', '.join(map(str, files))} in this folder would be imported instead of a module of Python, of"
-            " this package, or of a package that it needs. Rename it.",
-            file=sys.stderr,
-        )
+        names = ", ".join(map(str, files))
+        print(f"trainer: {names} in this folder would be imported instead of a package. Rename it.", file=sys.stderr)
     if not (sys.flags.safe_path or os.getcwd() in sys.path or "" in sys.path):
         hides_this = any("trainer" in (file.stem, file.parent.name) for file in files)
         sys.path.insert(len(sys.path) if hides_this else 0, os.getcwd())

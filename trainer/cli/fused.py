@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainer.common.module_tree import parameters_of
@@ -67,10 +68,5 @@ class FusedOnCuda(partial[Optimizer]):
 def _has_fused_step(optimizer: Optimizer, device: str) -> bool:
     """Return whether the parameters are on ``device``, and the fused implementation supports their types."""
     parameters = parameters_of(optimizer)
-    if not all(parameter.device.type == device and parameter.is_floating_point() for parameter in parameters):
-        return False
-    if not isinstance(optimizer, SGD):
-        return True
-    from torch.distributed.tensor import DTensor
-
-    return not any(isinstance(parameter, DTensor) for parameter in parameters)
+    fits = all(parameter.device.type == device and parameter.is_floating_point() for parameter in parameters)
+    return fits and not (isinstance(optimizer, SGD) and any(isinstance(parameter, DTensor) for parameter in parameters))

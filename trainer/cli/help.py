@@ -73,7 +73,7 @@ def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
     if not nodes:
         return []  # most commands have no settings, and composing a config takes half a second
     from trainer.cli.compose import Composer, unresolved
-    from trainer.cli.walk import walk
+    from trainer.cli.schema import walk
 
     composer = Composer(Arguments(flags={} if config_dir is None else {"--config-dir": config_dir}))
     known, _ = meanings(composer, ())
@@ -86,10 +86,8 @@ def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
             for entry in entries
             if entry.key.rpartition(".")[0] in (node, node or "checkpoint_files") and entry.key not in left_out
         ]
-        if node:
-            sections.append(_format_rows(f"Settings {node}.NAME and their defaults:", rows))
-        else:
-            sections.append(_format_rows("Settings and their defaults (--cfg job prints all):", [*rows, *_ADDED]))
+        title = f"Settings {node}.NAME and their defaults:" if node else "Settings and their defaults:"
+        sections.append(_format_rows(title, rows if node else [*rows, *_ADDED]))
     return sections
 
 

@@ -116,12 +116,11 @@ class Arguments:
         Raises:
             UsageError: if ``-m`` was given, or a flag that makes Hydra print something.
         """
-        if self.shows or self.multirun:
-            flag = "--multirun" if self.multirun else next(flag for flag in self.flags if flag in _SHOW)
-            show = f" To print the config, use `{command_line('fit', *self.overrides, '--cfg', 'job')}`."
-            raise UsageError(
-                f"Got {flag} with {self.command}, which does not support it.{'' if self.multirun else show}"
-            )
+        if self.multirun:
+            raise UsageError(f"Got --multirun with {self.command}, which does not support it.")
+        if self.shows:
+            show = command_line("fit", *self.overrides, "--cfg", "job")
+            raise UsageError(f"Got a flag that prints with {self.command}. To print the config, use `{show}`.")
 
     def config_overrides(self) -> list[str]:
         """Return the overrides that the config is composed with, including ``command=...``."""
@@ -175,10 +174,8 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
     if flag is None:
         known = [flag.spellings[0][2:] for flag in FLAGS]
         hint = did_you_mean(spelling.lstrip("-"), known).replace(" '", " '--")
-        raise UsageError(
-            f"There is no flag {spelling!r}.{hint} `{command_line('fit', '--help')}` lists the flags. Settings are"
-            " written without dashes: key=value."
-        )
+        lists = f"`{command_line('fit', '--help')}` lists the flags"
+        raise UsageError(f"There is no flag {spelling!r}.{hint} {lists}. Settings have no dashes: key=value.")
     name = flag.spellings[0]
     if flag.value.startswith("[") and not equals:
         value = words.pop(0) if words and words[0] in _INFO else "all"
@@ -233,9 +230,8 @@ def quoted_options(group: str, value: str) -> str:
     if not any(map(_is_not_text, _OPTIONS.findall(value))):
         return value
     names = {file.stem for folder in conf_folders() for file in folder.glob(f"{group}/*.yaml")}
-    return _OPTIONS.sub(
-        lambda found: f"'{found[0]}'" if found[0] in names and _is_not_text(found[0]) else found[0], value
-    )
+    names = {name for name in names if _is_not_text(name)}
+    return _OPTIONS.sub(lambda option: f"'{option[0]}'" if option[0] in names else option[0], value)
 
 
 def _is_not_text(word: str) -> bool:

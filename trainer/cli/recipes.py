@@ -25,9 +25,7 @@ _COLUMN = 44
 
 def command(arguments: Arguments) -> int:
     """Run ``recipes``, ``recipes NAME [SETTING=VALUE ...]`` or ``recipes copy NAME [NEWNAME]``."""
-    config_dir = arguments.flags.get("--config-dir")
-    names = [word for word in arguments.words if "=" not in word]
-    overrides = [word for word in arguments.words if "=" in word] + arguments.overrides
+    config_dir, names = arguments.flags.get("--config-dir"), arguments.words
     if not names:
         print(table(config_dir))
     elif names[0] == "copy":
@@ -37,15 +35,15 @@ def command(arguments: Arguments) -> int:
     elif len(names) > 1:
         raise UsageError(f"Got the recipes {' and '.join(names)}, expected one, or copy NAME [NEWNAME].")
     else:
-        print(show(names[0], overrides, config_dir))
+        print(show(names[0], arguments.overrides, config_dir))
     return 0
 
 
 def table(config_dir: str | None = None) -> str:
     """Return the recipes of this package and of ``./conf``, with a description, one per line."""
-    found = options("recipe", config_dir)
-    width = max(map(len, found))
-    return "\n".join(f"{name:<{width}}  {description(file)}".rstrip() for name, file in found.items())
+    files = options("recipe", config_dir)
+    width = max(map(len, files))
+    return "\n".join(f"{name:<{width}}  {description(file)}".rstrip() for name, file in files.items())
 
 
 def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> str:
@@ -89,17 +87,15 @@ def annotated(config: dict[Any, Any], known: Mapping[str, str], prefix: str = ""
     """
     for name, value in config.items():
         line = "  " * prefix.count(".") + f"{name}:"
-        if isinstance(value, dict) and value:
-            inner = list(annotated(value, known, f"{prefix}{name}."))
-        else:
-            inner = []
+        inner = value if isinstance(value, dict) else {}
+        if not inner:
             plain = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
             line += f" {plain.removesuffix('...' + chr(10)).strip()}"
         meaning = known.get(f"{prefix}{name}")
         if not meaning and isinstance(value, str) and (reference := _REFERENCE.fullmatch(value)):
             meaning = f"the value of {reference[1]}"
         yield f"{line:<{_COLUMN}} # {meaning}" if meaning else line
-        yield from inner
+        yield from annotated(inner, known, f"{prefix}{name}.")
 
 
 def copy(name: str, new: str, config_dir: str | None = None) -> str:
@@ -114,24 +110,23 @@ def copy(name: str, new: str, config_dir: str | None = None) -> str:
     target = Path("conf", "recipe", f"{new}.yaml")
     if target.exists():
         raise UsageError(f"{target} exists already. Choose another name: recipes copy {name} NAME")
-    text = re.sub(
-        rf"(?<![\w.])(\+?recipe=){re.escape(name)}(?![\w/-]|\.\w)", rf"\g<1>{new}", file.read_text(encoding="utf-8")
-    )
+    text = file.read_text(encoding="utf-8")
+    text = re.sub(rf"(?<![\w.])(\+?recipe=){re.escape(name)}(?![\w/-]|\.\w)", rf"\g<1>{new}", text)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"Cannot write {target}: {error.strerror}.") from error
-    found = re.search(rf"^#\s+python -m trainer (\S.*recipe={re.escape(new)}\b.*)$", text, re.MULTILINE)
-    words = shlex.split(found[1]) if found else ["fit", f"+recipe={new}"]
+    example = re.search(rf"^#\s+python -m trainer (\S.*recipe={re.escape(new)}\b.*)$", text, re.MULTILINE)
+    words = shlex.split(example[1]) if example else ["fit", f"+recipe={new}"]
     return f"Wrote {target}, a copy of {_place(file)}. Edit it, then run:\n  {command_line(*words)}"
 
 
 def _find(name: str, config_dir: str | None) -> Path:
-    found = options("recipe", config_dir)
-    if name not in found:
-        raise UsageError(f"There is no recipe {name!r}.{did_you_mean(name, found)} See `{command_line('recipes')}`.")
-    return found[name]
+    files = options("recipe", config_dir)
+    if name not in files:
+        raise UsageError(f"There is no recipe {name!r}.{did_you_mean(name, files)} See `{command_line('recipes')}`.")
+    return files[name]
 
 
 def _place(file: Path) -> str:

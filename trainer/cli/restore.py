@@ -22,18 +22,18 @@ from trainer.cli.folders import packaged_conf
 from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.processes import is_first
 from trainer.cli.workdir import path_override, quoted
-from trainer.common.terminal import command_line, is_quiet
+from trainer.common.terminal import command_line, inform
 from trainer.record.find_checkpoint import CONFIG, find, run_of
 from trainer.record.run_record import load_run
 
-_NOT_RESTORED = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume")
-"""Keys of a saved config that are ignored."""
 _OPTION = re.compile(r"\w[\w./-]*")
 """The names of options that are read from the folder of a run, which may be from another person."""
 _RECIPE = "${oc.select:hydra.runtime.choices.recipe,unnamed}"
 """The recipe in the default folder of a run."""
 _COMMAND_GROUPS = ("checks", "compare", "tune")
-"""Groups with the settings of a command. Those of a saved config are ignored, too."""
+"""Groups with the settings of a command."""
+_NOT_RESTORED = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume", *_COMMAND_GROUPS)
+"""Keys of a saved config that are ignored."""
 
 
 def apply(arguments: Arguments) -> None:
@@ -44,9 +44,7 @@ def apply(arguments: Arguments) -> None:
             line chooses another config.
     """
     given = [word for word in arguments.overrides if word.lstrip("+").startswith("ckpt=")]
-    if not given:
-        return
-    given_ckpt = given[-1].partition("=")[2].strip("'\" ")
+    given_ckpt = given[-1].partition("=")[2].strip("'\" ") if given else "null"
     if given_ckpt == "null":  # the default
         return
     if not given_ckpt:
@@ -55,21 +53,20 @@ def apply(arguments: Arguments) -> None:
     checkpoint = find(Path(given_ckpt).expanduser(), latest=arguments.command == "fit")
     run = run_of(checkpoint)
     if run is None:
+        command = command_line(arguments.command, "+recipe=NAME", path_override("ckpt_path", checkpoint))
+        reason = f"there is no {CONFIG} in the folders above it"
         raise UsageError(
-            f"ckpt is {given_ckpt}, expected a checkpoint in the folder of a run: there is no {CONFIG} in the folders"
-            " above it. Choose its config:"
-            f" `{command_line(arguments.command, '+recipe=NAME', path_override('ckpt_path', checkpoint))}`"
+            f"ckpt is {given_ckpt}, expected the folder of a run: {reason}. Choose its config: `{command}`"
         )
     arguments.overrides = [word for word in arguments.overrides if word not in given]
-    groups = _chosen(arguments)
-    node = _config(run, checkpoint, groups)
+    node = _config(run, checkpoint, _chosen(arguments))
     store = ConfigStore.instance()
     store.repo.pop(f"{RESTORED}.yaml", None)  # of an earlier command in this process
     store.store(name=RESTORED, node=node, provider="run")
     arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
-    if is_first() and not is_quiet() and not arguments.shows:
-        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}."), flush=True)
+    if is_first() and not arguments.shows:
+        inform(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}."))
 
 
 def recipe_of(checkpoint: str | None) -> str | None:
@@ -85,10 +82,8 @@ def _refuse_contradictions(arguments: Arguments, given_ckpt: str) -> None:
     keys = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
     has_config = arguments.flags.get("--config-name", RESTORED) != RESTORED
     if has_config or not keys.isdisjoint(("recipe", "ckpt_path")):
-        raise UsageError(
-            f"Got ckpt={given_ckpt}, which uses the config of its run, and a recipe, another config or ckpt_path."
-            " Remove them, or use ckpt_path=FILE instead of ckpt to load the checkpoint into another config."
-        )
+        problem = f"Got ckpt={given_ckpt}, which uses the config of its run, and a recipe, another config or ckpt_path."
+        raise UsageError(f"{problem} Remove them, or use ckpt_path=FILE for another config instead of ckpt.")
 
 
 def _chosen(arguments: Arguments) -> dict[str, str]:
@@ -96,44 +91,38 @@ def _chosen(arguments: Arguments) -> dict[str, str]:
     composer = Composer(arguments)
     chosen = {}
     for override in composer.parse(arguments.overrides):
-        if composer.chooses(override) and not (override.is_add() or override.is_delete()):
+        group = override.get_key_element()
+        if composer.chooses(override) and not (override.is_add() or override.is_delete() or group.startswith("hydra")):
             values = override.sweep_string_iterator() if override.is_sweep_override() else iter([str(override.value())])
-            chosen[override.get_key_element()] = next(values)
-    return {group: option for group, option in chosen.items() if not group.startswith("hydra")}
+            chosen[group] = next(values)
+    return chosen
 
 
 def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, Any]:
     """Return the primary config: the default config, updated by the config of the run, then options of ``groups``."""
     base = yaml.safe_load((packaged_conf() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
     del base["defaults"]
-    left_out = (*_NOT_RESTORED, *_COMMAND_GROUPS)
-    saved = {name: value for name, value in saved_config(run).items() if name not in left_out}
-    if isinstance(callbacks := saved.get("callbacks"), dict):
-        callbacks.pop("pruning", None)  # the run is not a trial of this command's study
-    for group in groups:
+    saved = {name: value for name, value in saved_config(run).items() if name not in _NOT_RESTORED}
+    for group in (*groups, "callbacks/pruning"):  # the run is not a trial of this command's study
         _remove(saved, group)
         _remove(base, group)
     job, choices = _saved_hydra(run, "job"), _saved_hydra(run, "runtime").get("choices")
-    base["hydra"]["job"] |= {
-        name: job[name] for name, kind in (("num", int), ("id", str)) if isinstance(job.get(name), kind)
+    numbers = {"num": int, "id": str}
+    base["hydra"]["job"] |= {name: job[name] for name, kind in numbers.items() if isinstance(job.get(name), kind)}
+    options = {
+        str(group): option
+        for group, option in (choices.items() if isinstance(choices, dict) else ())
+        if _OPTION.fullmatch(str(option)) and group not in ("recipe", *groups) and not str(group).startswith("hydra/")
     }
-    names = choices.items() if isinstance(choices, dict) else ()
-    options = {str(group): option for group, option in names if _OPTION.fullmatch(str(option))}
-    for group in [name for name in options if name == "recipe" or name in groups or name.startswith("hydra/")]:
-        del options[group]
     recipe = recipe_of(str(checkpoint))
     if recipe is not None:
         options["recipe"] = recipe
         for section in (base["hydra"]["run"], base["hydra"]["sweep"]):
             section["dir"] = section["dir"].replace(_RECIPE, recipe.replace("/", "_"))
     base["hydra"]["runtime"] = {"choices": options}
-    defaults: list[Any] = [
-        "_schema/trainer@trainer",
-        "_self_",
-        *({group: option} for group, option in {**dict.fromkeys(_COMMAND_GROUPS, "default"), **groups}.items()),
-        {"override hydra/job_logging": "trainer"},
-        {"override hydra/hydra_logging": "none"},
-    ]
+    chosen = {**dict.fromkeys(_COMMAND_GROUPS, "default"), **groups}
+    chosen |= {"override hydra/job_logging": "trainer", "override hydra/hydra_logging": "none"}
+    defaults = ["_schema/trainer@trainer", "_self_", *({group: option} for group, option in chosen.items())]
     return {"defaults": defaults, **base, **saved, "ckpt_path": str(checkpoint)}
 
 
@@ -159,10 +148,8 @@ def saved_config(run: Path) -> dict[str, Any]:
         if not isinstance(saved["trainer"], dict) or "model" not in saved:
             raise ValueError
     except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(
-            f"{file} is damaged, expected YAML with the settings of a run, including trainer and model. To use the"
-            " checkpoint anyway, choose its config: +recipe=NAME ckpt_path=FILE instead of ckpt."
-        ) from error
+        advice = "To use the checkpoint anyway, choose its config: +recipe=NAME ckpt_path=FILE instead of ckpt."
+        raise UsageError(f"{file} is damaged, expected YAML with the settings of a run. {advice}") from error
     return {str(name): value for name, value in saved.items()}
 
 

@@ -1,4 +1,4 @@
-"""Check the values in a config. Imports no torch.
+"""Walk over a config, and check its values. Imports no torch.
 
 All checks use the values that a setting accepts (`trainer.arguments.Argument`). These come from the table of the
 Trainer's arguments, or the dataclass of a node such as ``tune``.
@@ -7,15 +7,15 @@ Trainer's arguments, or the dataclass of a node such as ``tune``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, make_dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trainer.arguments import ARGUMENTS, Argument, describe
 from trainer.cli.parsing import UsageError
 from trainer.errors import did_you_mean
 
-Made = TypeVar("Made")
+Settings = TypeVar("Settings")
 
 SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precision", "logger", "callbacks")}
 """The Trainer's arguments that ``trainer.NAME`` sets; the others are config groups."""
@@ -74,7 +74,53 @@ def setting(default: Any, *accepts: Any) -> Any:
     return field(default=default, metadata={"accepts": accepts})
 
 
-def read_settings(kind: type[Made], node: str, values: Any) -> Made:
+def read_settings(kind: type[Settings], node: str, values: Any) -> Settings:
     """Check the settings of a node as in `check_settings`, and return them as the dataclass ``kind``."""
     check_settings(node, values, {one.name: one.metadata["accepts"] for one in fields(kind)})  # type: ignore[arg-type]
     return kind(**values)
+
+
+class Entry(NamedTuple):
+    """A node or a setting of a config.
+
+    Args:
+        key: full key, such as ``model.layers[0].width``; ``""`` for the config itself.
+        name: the last part of the key, such as ``width``; ``""`` for an item of a list.
+        value: a scalar or a plain container.
+        target: ``_target_`` of the nearest node that has one, itself included; ``""`` if no node has one.
+    """
+
+    key: str
+    name: str
+    value: Any
+    target: str
+
+
+def walk(node: Any, key: str = "", name: str = "", target: str = "", *, into_lists: bool = True) -> Iterator[Entry]:
+    """Iterate over ``node`` and all entries below it, each before the entries that it contains.
+
+    Args:
+        node: plain containers.
+        key, name, target: as in `Entry`, for ``node``.
+        into_lists: whether the items of a list are entries.
+
+    >>> [(entry.key, entry.value) for entry in walk({"a": {"b": 1}, "c": [2]})]
+    [('', {'a': {'b': 1}, 'c': [2]}), ('a', {'b': 1}), ('a.b', 1), ('c', [2]), ('c[0]', 2)]
+    """
+    if isinstance(node, dict):
+        target = str(node.get("_target_", target))
+    yield Entry(key, name, node, target)
+    if isinstance(node, dict):
+        for child, value in node.items():
+            place = f"{key}.{child}" if key else str(child)
+            yield from walk(value, place, str(child), target, into_lists=into_lists)
+    elif isinstance(node, list) and into_lists:
+        for index, value in enumerate(node):
+            yield from walk(value, f"{key}[{index}]", "", target)
+
+
+def targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over the key and the ``_target_`` of each node that has one, such as ``("model", "torch.nn.Linear")``."""
+    for entry in walk(node, key):
+        if isinstance(entry.value, dict) and "_target_" in entry.value:
+            yield entry.key, entry.value["_target_"]

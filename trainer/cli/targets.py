@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 
 from trainer.arguments import describe
 from trainer.cli.parsing import UsageError
-from trainer.cli.walk import Entry, targets, walk
+from trainer.cli.schema import Entry, targets, walk
 from trainer.cli.workdir import unresolved_words
 from trainer.common import packages
 from trainer.errors import did_you_mean
@@ -37,13 +37,12 @@ from trainer.errors import did_you_mean
 PACKAGES = ("lightning", "recipes", "torch", "torchmetrics", "torchvision", "trainer")
 """Packages with classes for experiments."""
 
+_LIGHTNING = (
+    "accelerators", "callbacks", "core", "demos", "loggers", "plugins", "profilers", "strategies", "trainer",
+)  # fmt: skip
 _HOMES = (
     *("recipes", "torch.nn", "torch.optim", "torchmetrics", "torchvision", "trainer", "lightning.fabric.plugins"),
-    *(
-        f"lightning.pytorch.{module}"
-        for module in ("accelerators", "callbacks", "core", "demos", "loggers", "plugins", "profilers", "strategies")
-    ),
-    "lightning.pytorch.trainer",
+    *(f"lightning.pytorch.{module}" for module in _LIGHTNING),
 )
 _BASES = (
     *("torch.nn.Module", "torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler", "torch.utils.data.Dataset"),
@@ -87,7 +86,7 @@ class Allowlist:
         packages: packages, modules or names from ``allowed_packages``.
         checkpoint: the file from ``ckpt=`` that the config came with; None for a config that the user wrote.
         named: names in the configs of the project and on the command line.
-        given: keys that the command line sets.
+        keys: keys that the command line sets.
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class Allowlist:
         packages: Iterable[str],
         checkpoint: str | None = None,
         named: Iterable[str] = (),
-        given: Iterable[str] = (),
+        keys: Iterable[str] = (),
     ) -> None:
         self._packages, self._checkpoint = tuple(packages), checkpoint
-        self._named, self._given = frozenset(named), tuple(given)
+        self._named, self._keys = frozenset(named), tuple(keys)
         self._located: dict[str, Any] = {}
 
     @classmethod
@@ -122,8 +121,7 @@ class Allowlist:
         files = [file for folder in folders for file in folder.rglob("*.yaml")]
         texts = [*(file.read_text(encoding="utf-8", errors="replace") for file in files), *words]
         named = re.findall(r"_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)", "\n".join(texts))
-        given = [word.lstrip("+").partition("=")[0] for word in words]
-        return cls(packages, str(checkpoint), named, given)
+        return cls(packages, str(checkpoint), named, [word.lstrip("+").partition("=")[0] for word in words])
 
     def check(self, node: Any, key: str = "") -> None:
         """Check each ``_target_`` in ``node`` by its name. Import nothing.
@@ -209,24 +207,25 @@ class Allowlist:
             raise UsageError(
                 f"In the config that comes with {self._checkpoint}, {names}. That config may be from another person, so"
                 " it may only name classes of torch.nn, torch.optim, lightning, torchmetrics, torchvision, trainer and"
-                " recipes, and names in the configs of this project or on the command line. If you trust it, add"
-                f" 'allowed_packages=[{','.join(dict.fromkeys([*self._packages, *refused]))}]' to the command."
+                f" recipes, and names in the configs of this project or on the command line. {self._allow(*refused)}"
             )
+
+    def _allow(self, *targets: str) -> str:
+        names = ",".join(dict.fromkeys([*self._packages, *targets]))
+        return f"If you trust it, add 'allowed_packages=[{names}]' to the command."
 
     def _refuse_dangerous(self, target: str, key: str) -> None:
         raise UsageError(
-            f"{key or 'The config'} is {target}, which executes, unpickles or writes its arguments. A config that comes"
-            " with a checkpoint may not name it. To use the checkpoint with your own config, replace ckpt by"
-            f" +recipe=NAME ckpt_path={self._checkpoint}"
+            f"{key or 'The config'} is {target}, which executes, unpickles or writes its arguments: a config that comes"
+            f" with a checkpoint may not name it. Use your own config: +recipe=NAME ckpt_path={self._checkpoint}"
         )
 
     def _check_options(self, target: str, entry: Entry) -> None:
         options = entry.value.get("options")
         if target in _COMPILERS and options is not None and not {"torch", target}.intersection(self._packages):
             raise UsageError(
-                f"{entry.key}.options is {describe(options)} in a config that comes with a checkpoint. It can name a"
-                f" compiler that {target} executes. If you trust it, add"
-                f" 'allowed_packages=[{','.join([*self._packages, target])}]' to the command."
+                f"{entry.key}.options is {describe(options)} in a config that comes with a checkpoint, and can name a"
+                f" compiler to execute. {self._allow(target)}"
             )
 
     def _check_written(self, entry: Entry) -> None:
@@ -234,13 +233,12 @@ class Allowlist:
         key, value = entry.key, entry.value
         is_folder = entry.name in _FOLDERS or entry.target.partition(".")[0] in PACKAGES
         is_written = key == "name" or (key.partition(".")[0] in _WRITERS and is_folder)
-        if not is_written or any(within(key, (one,)) for one in self._given):
+        if not is_written or within(key, self._keys):
             return
         if _is_outside(f"outputs/{value}" if key == "name" else value):
-            raise UsageError(
-                f"{key} is {value} in a config that comes with a checkpoint, expected a folder in the working"
-                f" directory. To write there, add it to the command: '{key}={value}'"
-            )
+            expected = "expected a folder in the working directory"
+            advice = f"To write there, add it to the command: '{key}={value}'"
+            raise UsageError(f"{key} is {value} in a config that comes with a checkpoint, {expected}. {advice}")
 
     def _is_in_run_folder(self, root: str) -> bool:
         """Return whether the checkpoint is in ``./ROOT``, so that the code in that folder may be another person's."""
@@ -255,10 +253,8 @@ def _check_name(target: Any, key: str) -> None:
     root = target.partition(".")[0]
     if _spec(root) is None:
         own = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
-        raise UsageError(
-            f"{key or 'The config'} is {target}, and there is no module {root!r}: neither {root}.py in this folder,"
-            f" {Path.cwd()}, nor an installed package {root}.{did_you_mean(root, (*PACKAGES, *own))}"
-        )
+        reason = f"there is no module {root!r} in {Path.cwd()}, and no such package is installed"
+        raise UsageError(f"{key or 'The config'} is {target}, and {reason}.{did_you_mean(root, (*PACKAGES, *own))}")
 
 
 def _look_up(target: str, key: str) -> Any:
@@ -290,7 +286,10 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
 def _runs_code(name: str) -> bool:
     """Return whether ``name`` is one of `_REFUSED`: it executes, unpickles or writes its arguments."""
     last = name.rpartition(".")[2].lstrip("_")
-    return within(name, _REFUSED) or last == "load_from_checkpoint" or (last in _REFUSED_NAMES and not _is_own(name))
+    spec = _spec(name.partition(".")[0])
+    places = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
+    is_own = any(Path(place).parent == Path.cwd() for place in places)
+    return within(name, _REFUSED) or last == "load_from_checkpoint" or (last in _REFUSED_NAMES and not is_own)
 
 
 def _is_outside(text: str) -> bool:
@@ -307,13 +306,6 @@ def _is_outside(text: str) -> bool:
         return "://" in path or not any(place.is_relative_to(Path(folder).resolve()) for folder in (".", run_folder))
     except (RuntimeError, ValueError):  # an unknown home directory, a null byte
         return True
-
-
-def _is_own(name: str) -> bool:
-    """Return whether the top-level module of ``name`` is directly in the working directory."""
-    spec = _spec(name.partition(".")[0])
-    places = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
-    return any(Path(place).parent == Path.cwd() for place in places)
 
 
 def _spec(root: str) -> ModuleSpec | None:

@@ -73,10 +73,8 @@ def settings_to_log(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: the resolved config.
     """
-    logged = {name: value for name, value in settings.items() if name not in _NOT_LOGGED}
-    return {
-        name: redaction.setting(name, redaction.containers(value)) for name, value in _without_nulls(logged).items()
-    }
+    logged = _without_nulls({name: value for name, value in settings.items() if name not in _NOT_LOGGED})
+    return {name: redaction.setting(name, redaction.containers(value)) for name, value in logged.items()}
 
 
 def _without_nulls(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
 from trainer.cli.folders import is_users, merge_recipes
 from trainer.cli.processes import PARENT
@@ -59,18 +59,6 @@ MAX_DESCRIPTORS = 100
 _THREADS = "OMP_NUM_THREADS"
 _GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 """Prefixes of the device files of GPUs."""
-
-
-class Process(Protocol):
-    """The methods of `subprocess.Popen` that are used."""
-
-    returncode: int | None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended, and return its exit status."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless the process has ended."""
 
 
 def start_process(
@@ -173,9 +161,9 @@ _server: _ServerHandle | None = None
 
 
 class _WarmProcess:
-    """A program that a server runs. It has the methods of `Process`."""
+    """A program that a server runs. It has the methods of `subprocess.Popen` that are used."""
 
-    def __init__(self, connection: socket.socket, server: Process) -> None:
+    def __init__(self, connection: socket.socket, server: subprocess.Popen[bytes]) -> None:
         self.returncode: int | None = None
         self._connection, self._server = connection, server
 
@@ -196,6 +184,9 @@ class _WarmProcess:
     def send_signal(self, sig: int) -> None:
         with suppress(OSError):  # the program has ended
             self._connection.send(bytes([sig]))
+
+
+Process = subprocess.Popen[bytes] | _WarmProcess
 
 
 class Server:

@@ -21,7 +21,7 @@ from trainer.cli.failure import forget_last
 from trainer.cli.folders import packaged_conf
 from trainer.cli.parsing import OWN_FLAGS, Arguments, UsageError
 from trainer.cli.processes import broadcast_folder, is_first, slurm_step, under_torchrun
-from trainer.common.terminal import command_line, is_quiet
+from trainer.common.terminal import command_line, inform
 from trainer.record.find_checkpoint import run_of
 from trainer.record.run_record import RUN
 
@@ -63,20 +63,17 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
         UsageError: if ``resume=auto`` is given to a command that does not train, the folder cannot be created, or a
             sweep runs under torchrun or srun, so that each rank would start all jobs.
     """
-    sweeping = sweeps(arguments, config)
-    by_srun = slurm_step() is not None and int(os.environ.get("SLURM_NTASKS") or 1) > 1
+    sweeping, step = sweeps(arguments, config), slurm_step()
+    by_srun = step is not None and int(os.environ.get("SLURM_NTASKS") or 1) > 1
     if sweeping and (under_torchrun() or by_srun):
         flag = [] if arguments.command == "compare" else ["-m"]
         command = command_line(arguments.command, *flag, *arguments.overrides, "trainer=ddp", "trainer.devices=2")
-        raise UsageError(
-            f"Got a sweep under torchrun or srun, but it starts its processes. Run it directly: `{command}`."
-        )
+        raise UsageError(f"Got a sweep under torchrun or srun. It starts its processes: run it directly, `{command}`.")
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
     chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
     resumes = OmegaConf.select(config, "trainer.resume") == "auto"
     if resumes and arguments.command not in ("fit", "compare"):
         raise UsageError(f"Got resume=auto with {arguments.command}, expected fit or compare. For a run, use ckpt=RUN.")
-    step = slurm_step()
     if not (chosen or sweeping) and arguments.command in _EVALUATIONS:
         config = _place_below_run(arguments, config)
     if not chosen and (resumes or step):
@@ -87,8 +84,8 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     if is_first():
         folder = str(_make(Path(folder).expanduser(), exist_ok=chosen or resumes or by_srun))
         forget_last(Path(folder))
-        if resumes and not chosen and not is_quiet():
-            print(f"resume=auto: using the folder {folder}", flush=True)
+        if resumes and not chosen:
+            inform(f"resume=auto: using the folder {folder}")
     else:
         arguments.overrides += ["hydra.output_subdir=null", "hydra/job_logging=none"]
     folder = broadcast_folder(folder)
@@ -122,9 +119,8 @@ def words_of_run() -> list[str]:
 
 def unresolved_words(overrides: Any) -> list[str]:
     """Return overrides of ``HydraConfig`` with their interpolations, which may be secrets."""
-    words = OmegaConf.to_container(overrides, resolve=False)
-    assert isinstance(words, list)
-    return words
+    words: Any = OmegaConf.to_container(overrides, resolve=False)
+    return list(words)
 
 
 def config_flags(hydra: Any) -> dict[str, str]:
@@ -152,9 +148,8 @@ def _place_below_run(arguments: Arguments, config: DictConfig) -> DictConfig:
     """
     checkpoint = config.get("ckpt_path")
     run = run_of(Path(str(checkpoint))) if checkpoint is not None and Path(str(checkpoint)).exists() else None
-    written: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
     is_named = any(word.lstrip("+").startswith("name=") for word in arguments.overrides)
-    is_default = str(written["dir"]).startswith(_DEFAULT_FOLDER) and not is_named
+    is_default = _unresolved_folder(config, "hydra.run.dir").startswith(_DEFAULT_FOLDER) and not is_named
     if run is None or not (is_default and (run / RUN).is_file() and os.access(run, os.W_OK)):
         return config
     place = str(run).replace("${", "\\${")
@@ -169,8 +164,8 @@ def with_folder(config: DictConfig, key: str, folder: str) -> DictConfig:
     return config
 
 
-def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) -> DictConfig:
-    """Return ``config`` with a folder named after ``kind`` and a hash of the command instead of the time.
+def _named_after(arguments: Arguments, config: DictConfig, key: str, start: str) -> DictConfig:
+    """Return ``config`` with a folder named after ``start`` and a hash of the command instead of the time.
 
     The hash does not depend on the order of the settings, nor on settings for resuming. For a run, it does not depend
     on settings of devices either, because a run may resume on other devices.
@@ -180,10 +175,14 @@ def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) 
     counted = sorted(word for word in given if word.lstrip("+").partition("=")[0] not in _RESUME_SETTINGS)
     if key == "hydra.run.dir":
         counted = [word for word in counted if not _is_about_devices(word)]
-    name = f"{kind}-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
-    section = key.rpartition(".")[0]
-    written: Any = OmegaConf.to_container(OmegaConf.select(config, section), resolve=False)
-    return with_folder(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
+    name = f"{start}-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
+    return with_folder(config, key, re.sub(r"\$\{now:[^}]*\}", name, _unresolved_folder(config, key)))
+
+
+def _unresolved_folder(config: DictConfig, key: str) -> str:
+    """Return the folder ``hydra.run.dir`` or ``hydra.sweep.dir`` of a config with its interpolations."""
+    section: Any = OmegaConf.to_container(OmegaConf.select(config, key.rpartition(".")[0]), resolve=False)
+    return str(section["dir"])
 
 
 def _is_about_devices(word: str) -> bool:
@@ -216,9 +215,7 @@ def _make(folder: Path, *, exist_ok: bool) -> Path:
             number += 1
             folder = wanted.with_name(f"{wanted.name}_{number}")
         except OSError as error:
-            raise UsageError(
-                f"Cannot create the folder {folder}: {error.strerror}. Choose another with hydra.run.dir=FOLDER, or"
-                " hydra.sweep.dir=FOLDER for a sweep."
-            ) from error
+            advice = "Choose another: hydra.run.dir=FOLDER, or hydra.sweep.dir=FOLDER for a sweep."
+            raise UsageError(f"Cannot create the folder {folder}: {error.strerror}. {advice}") from error
         else:
             return folder

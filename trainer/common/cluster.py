@@ -24,6 +24,7 @@ from trainer.common.lightning_private import process_group_backend, settings_of
 from trainer.common.rendezvous import is_served, store_of_this_start
 from trainer.errors import ClusterError
 
+_WHOLE_TRAINING = ": each of them would run the whole training, and write to the same folders"
 _ADVICE = "To train in each of them separately, use Trainer(plugins=LightningEnvironment())."
 
 
@@ -94,11 +95,9 @@ def check_local_rank(environment: Any, strategy: Any) -> None:
     try:
         strategy.root_device  # noqa: B018  # raises without a device; some strategies, such as Ray's, take it from elsewhere
     except IndexError:
-        raise ClusterError(
-            f"Got devices={len(strategy.parallel_devices or ())}, but according to {type(environment).__name__} this is"
-            f" process {environment.local_rank() + 1} of its machine. Expected devices=N with the number of processes"
-            " per machine."
-        ) from None
+        place = f"according to {type(environment).__name__} this is process {environment.local_rank() + 1} of a machine"
+        devices = len(strategy.parallel_devices or ())
+        raise ClusterError(f"Got devices={devices}, but {place}. Expected the number of its processes.") from None
 
 
 def check_single_process(environment: Any) -> None:
@@ -112,9 +111,8 @@ def check_single_process(environment: Any) -> None:
         started = LaunchedProcesses(f"Ray Train has started {_count_text(workers)}", workers, None, None)
     if started is not None and started.processes > 1:
         raise ClusterError(
-            f"Got a single device and strategy 'auto', but {started.description}: each of them would run the whole"
-            " training, and write to the same folders. Expected strategy='ddp' (or another strategy for several"
-            f" processes) with devices={started.per_node or '...'} and num_nodes={started.nodes or '...'}. {_ADVICE}"
+            f"Got a single device and strategy 'auto', but {started.description}{_WHOLE_TRAINING}. Expected"
+            f" strategy='ddp', devices={started.per_node or '...'} and num_nodes={started.nodes or '...'}. {_ADVICE}"
         )
 
 
@@ -127,10 +125,9 @@ def check_ray(plugins: Iterable[Any]) -> None:
     workers = _workers_of_ray()
     if workers > 1 and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         raise ClusterError(
-            f"Got a Trainer in one of {workers} workers of Ray Train without a plugin for it: each of them would run"
-            " the whole training, and write to the same folders. Expected, from ray.train.lightning:"
-            " Trainer(strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(), devices='auto',"
-            f" callbacks=RayTrainReportCallback()). {_ADVICE}"
+            f"Got a Trainer in one of {workers} workers of Ray Train without a plugin for it{_WHOLE_TRAINING}."
+            " Expected, from ray.train.lightning: Trainer(strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(),"
+            f" devices='auto', callbacks=RayTrainReportCallback()). {_ADVICE}"
         )
 
 
@@ -143,30 +140,28 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
     """
     if type(environment) is not LightningEnvironment or processes == 1:
         return
-    given = {name: os.environ[name] for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK") if name in os.environ}
-    if "LOCAL_RANK" in given:
+    local_rank, rank, world_size = (os.environ.get(name) for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"))
+    names: list[str] = []
+    reason = ""
+    if local_rank is not None:
         # on a single machine, the address has a default
         names = ["MASTER_PORT"] if num_nodes == 1 else ["MASTER_ADDR", "MASTER_PORT"]
-        missing = [name for name in names if name not in os.environ]
-        reason = f"LOCAL_RANK={given['LOCAL_RANK']} indicates that this process is one of several"
+        reason = f"LOCAL_RANK={local_rank} indicates that this process is one of several"
     elif num_nodes > 1:
         names = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]
-        missing = [name for name in names if name not in os.environ]
         reason = f"num_nodes is {num_nodes}, and each node starts its processes by itself"
-    elif given.get("WORLD_SIZE", str(processes)) != str(processes) and "RANK" in given:
+    elif rank is not None and world_size not in (None, str(processes)):
         raise ClusterError(
-            f"Got {_count_text(processes)} from devices and num_nodes, but RANK={given['RANK']} and"
-            f" WORLD_SIZE={given['WORLD_SIZE']} are set. Expected the same number, and LOCAL_RANK, MASTER_ADDR and"
-            " MASTER_PORT as well, as torchrun sets them; or, for processes that the Trainer starts, none of these."
+            f"Got {_count_text(processes)} from devices and num_nodes, but RANK={rank} and WORLD_SIZE={world_size} are"
+            " set. Expected the same number, and LOCAL_RANK, MASTER_ADDR and MASTER_PORT as well, as torchrun sets"
+            " them; or, for processes that the Trainer starts, none of these."
         )
-    else:
-        return
-    if missing:
+    if missing := [name for name in names if name not in os.environ]:
         raise ClusterError(
             f"{reason}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the processes"
             " cannot connect. Start them with torchrun or srun, which set them; or set on each node MASTER_ADDR (the"
-            " first node's name), MASTER_PORT (a free port there) and NODE_RANK (0, 1, ...); or, if LOCAL_RANK is left"
-            " over from another run, unset it."
+            " first node's name), MASTER_PORT (a free port there) and NODE_RANK (0, 1, ...). If LOCAL_RANK is left over"
+            " from another run, unset it."
         )
 
 
@@ -229,17 +224,13 @@ def check_shared(collectives: Collectives, look: Callable[[], Any], subject: str
     if not collectives.any_rank(found != expected):
         return
     places = collectives.gather((socket.gethostname(), found == expected))
-    missing_ranks = [f"rank {rank} on {host}" for rank, (host, is_same) in enumerate(places) if not is_same]
-    error = None
-    if places:
-        error = (
-            f"{subject}, but the files that rank 0 (on {places[0][0]}) finds there do not exist on"
-            f" {', '.join(missing_ranks)}. Expected a folder of a file system that all nodes share: choose another with"
-            " Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...); on the command line, use"
-            " hydra.run.dir=FOLDER."
-        )
-    if (error := collectives.broadcast(error)) is not None:
-        raise ClusterError(error)
+    missing = ", ".join(f"rank {rank} on {host}" for rank, (host, is_same) in enumerate(places) if not is_same)
+    missing = collectives.broadcast(missing)  # only rank 0 has gathered
+    raise ClusterError(
+        f"{subject}, but the files that rank 0 finds there do not exist on {missing}. Expected a folder that all nodes"
+        " share: choose another with Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...); on"
+        " the command line, use hydra.run.dir=FOLDER."
+    )
 
 
 def explained(error: torch.distributed.DistNetworkError) -> BaseException:
@@ -247,12 +238,11 @@ def explained(error: torch.distributed.DistNetworkError) -> BaseException:
     port = os.environ.get("MASTER_PORT")
     if errno.errorcode[errno.EADDRINUSE] not in str(error) or port is None:
         return error
-    hint = "if it is not set, a free one is chosen"
-    if "SLURM_JOB_ID" in os.environ:
-        hint = "without one, it is 15000 plus the last four digits of the job's number, the same for all steps of a job"
+    of_slurm = "15000 plus the last four digits of the job's number, the same for all steps of a job"
+    default = of_slurm if "SLURM_JOB_ID" in os.environ else "a free one"
     return ClusterError(
-        f"The port {port} of this machine, at which the processes of this run find each other, is in use,"
-        f" perhaps by another run. Expected a free one: set another MASTER_PORT on all of them ({hint})."
+        f"The port {port} of this machine, at which the processes of this run find each other, is in use, perhaps by"
+        f" another run. Expected a free one: set another MASTER_PORT on all of them (default: {default})."
     )
 
 

@@ -154,9 +154,8 @@ class Collectives:
     @contextmanager
     def forbid_collectives(self, error: Exception) -> Iterator[None]:
         """Return a context in which the collectives of the strategy, except ``reduce``, raise ``error``."""
-        names = ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")
         with Session() as session:
-            for name in names:
+            for name in ("all_gather", "barrier", "broadcast", "reduce_boolean_decision"):
                 session.replace(self._strategy, name, partial(_raise, error))
             yield
 
@@ -174,14 +173,12 @@ class Collectives:
 
         def compare(tensors: str, group: Any) -> None:
             if distributed.is_initialized() and group in (None, distributed.group.WORLD):
-                found = self.gather_if_different(tensors)
-                if len(found) > 1:
+                different = self.gather_if_different(tensors)
+                if len(different) > 1:
                     raise ConfigurationError(
-                        f"self.all_gather got different tensors on the ranks: {'; '.join(found)}."
-                        " Ranks can have different numbers of samples. Gather the tensors with"
+                        f"self.all_gather got different tensors on the ranks: {'; '.join(different)}. Gather them with"
                         " torch.distributed.all_gather_object, log a torchmetrics object instead, or use"
-                        " Trainer(pad_evaluation=True): all ranks then evaluate equally many samples, and some samples"
-                        " are counted twice, as in Lightning."
+                        " Trainer(pad_evaluation=True): then all ranks evaluate equally many samples, some twice."
                     )
 
         def all_gather(gather: Any, data: Any, group: Any = None, sync_grads: bool = False) -> Any:

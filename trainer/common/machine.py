@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -88,12 +89,9 @@ class Disk(NamedTuple):
 
 def cpu_name() -> str:
     """Return the name of the processor, or its architecture if the name is unknown."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    lines = _read_lines(Path("/proc/cpuinfo"))
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor()) or platform.machine()
 
 
 def cores(root: Path = Path("/")) -> Cores:
@@ -120,8 +118,8 @@ def memory(root: Path = Path("/")) -> Memory:
     Args:
         root: root of the file system; for tests.
     """
-    found = {line.partition(":")[0]: line.split() for line in _read_lines(root / "proc/meminfo")}
-    total, available = (int(found[name][1]) * 1024 if name in found else None for name in ("MemTotal", "MemAvailable"))
+    facts = {line.partition(":")[0]: line.split() for line in _read_lines(root / "proc/meminfo")}
+    total, available = (int(facts[name][1]) * 1024 if name in facts else None for name in ("MemTotal", "MemAvailable"))
     if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:  # macOS
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits, remaining = [], []
@@ -175,26 +173,30 @@ def suggested_workers(usable: int, gpus: int) -> int:
 
 def memory_in_use() -> int:
     """Return the physical memory of this process in bytes, or `peak_memory` if it is unknown."""
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    except OSError:
-        return peak_memory()
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    pages = _read_text(Path("/proc/self/statm")).split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else peak_memory()
 
 
 def peak_memory() -> int:
     """Return the peak resident set size of this process in bytes, or 0 if it is unknown."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        try:
-            import resource
-        except ImportError:  # Windows
-            return 0
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     # not ru_maxrss, which a child process inherits from its parent
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+    for line in _read_lines(Path("/proc/self/status")):
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def nvidia_smi(*words: str) -> list[str]:
+    """Return the lines that the program ``nvidia-smi`` prints; [] if it fails or is missing."""
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def shared_memory() -> tuple[int, int] | None:
@@ -244,15 +246,9 @@ def _cached(folder: Path) -> int:
 
 
 def _network_file_system(folder: Path, mounts: Path) -> str | None:
-    best, kind = -1, ""
-    for line in _read_lines(mounts):
-        words = line.split()
-        if len(words) < 3:
-            continue
-        point = Path(words[1].replace("\\040", " "))
-        if folder.is_relative_to(point) and len(point.parts) > best:
-            best, kind = len(point.parts), words[2]
-    name = kind.removeprefix("fuse.")
+    rows = [line.split() for line in _read_lines(mounts)]
+    systems = {Path(row[1].replace("\\040", " ")): row[2].removeprefix("fuse.") for row in rows if len(row) > 2}
+    name = next((systems[point] for point in (folder, *folder.parents) if point in systems), "")
     return name if name.startswith(_NETWORK) else None
 
 

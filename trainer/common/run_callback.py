@@ -19,10 +19,8 @@ def refuse_other_trainers(callback: Callback, trainer: pl.Trainer) -> None:
         UnsupportedError: if the Trainer is not a ``trainer.Trainer``.
     """
     if not hasattr(trainer, "engine"):
-        raise UnsupportedError(
-            f"Got {type(callback).__name__} in a {type(trainer).__module__}.{type(trainer).__name__}, expected a"
-            " trainer.Trainer: write `from trainer import Trainer`."
-        )
+        given = f"Got {type(callback).__name__} in a {type(trainer).__module__}.{type(trainer).__name__}"
+        raise UnsupportedError(f"{given}, expected a trainer.Trainer: write `from trainer import Trainer`.")
 
 
 class RunCallback(Callback):

@@ -137,6 +137,12 @@ class Table(NamedTuple):
         return table
 
 
+def inform(text: str) -> None:
+    """Print a line for the user's information, unless ``--quiet`` was given."""
+    if not is_quiet():
+        print(text, flush=True)
+
+
 def print_line(text: str, style: str | None = None) -> None:
     """Print a line of any length, without inserting line breaks."""
     console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)

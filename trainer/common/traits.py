@@ -19,21 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelPruning,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
+from lightning.pytorch import callbacks
 
 _OBSERVERS = (
-    BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, ModelSummary, ProgressBar,
-    Timer,
+    callbacks.BatchSizeFinder, callbacks.Checkpoint, callbacks.EarlyStopping, callbacks.LearningRateFinder,
+    callbacks.LearningRateMonitor, callbacks.ModelSummary, callbacks.ProgressBar, callbacks.Timer,
 )  # fmt: skip
 _SHARDED = dict.fromkeys(("fsdp", "deepspeed"), "has no rules for sharded weights: prune with strategy='ddp'.")
 
@@ -45,12 +35,13 @@ def observes_only(callback: Any) -> bool:
 
 def reads_epoch_metrics(callback: Any) -> bool:
     """Return whether the ``on_train_epoch_end`` of a callback runs after the module's."""
-    return bool(getattr(callback, "reads_epoch_metrics", isinstance(callback, (EarlyStopping, Checkpoint))))
+    default = isinstance(callback, (callbacks.EarlyStopping, callbacks.Checkpoint))
+    return bool(getattr(callback, "reads_epoch_metrics", default))
 
 
 def runs_last(callback: Any) -> bool:
     """Return whether a callback writes or restores checkpoints, and runs after all others."""
-    return bool(getattr(callback, "runs_last", isinstance(callback, Checkpoint)))
+    return bool(getattr(callback, "runs_last", isinstance(callback, callbacks.Checkpoint)))
 
 
 def sees_each_save(callback: Any) -> bool:
@@ -60,7 +51,5 @@ def sees_each_save(callback: Any) -> bool:
 
 def unsupported_with(callback: Any) -> Mapping[str, str]:
     """Return the strategies that a callback cannot be used with, and the reasons."""
-    reasons: Mapping[str, str] = getattr(
-        callback, "unsupported_with", _SHARDED if isinstance(callback, ModelPruning) else {}
-    )
-    return reasons
+    default = _SHARDED if isinstance(callback, callbacks.ModelPruning) else {}
+    return dict(getattr(callback, "unsupported_with", default))

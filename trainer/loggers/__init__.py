@@ -180,14 +180,11 @@ class TrackerAdapter(LoggerAdapter):
         if problem := packages.missing(cls.extra, *cls.needed_modules(node)):
             raise ConfigurationError(f"{key} needs {problem}. To run without it, use logger=default.")
         log_model = node.get("log_model")
-        if not log_model or not isinstance(checkpoint_files, Mapping):
-            return
-        if checkpoint_files.get("sharded") is True:
-            raise ConfigurationError(
-                f"{key}.log_model is {log_model}, and checkpoint_files.sharded is true: sharded checkpoints are"
-                " folders, and artifacts are files. Remove one of the settings."
-            )
-        if checkpoint_files.get("asynchronous") is True and log_model == "all":
+        files = checkpoint_files if log_model and isinstance(checkpoint_files, Mapping) else {}
+        if files.get("sharded") is True:
+            reason = "sharded checkpoints are folders, and artifacts are files. Remove one of the settings."
+            raise ConfigurationError(f"{key}.log_model is {log_model}, and checkpoint_files.sharded is true: {reason}")
+        if files.get("asynchronous") is True and log_model == "all":
             raise ConfigurationError(
                 f"{key}.log_model is all, and checkpoint_files.asynchronous is true: a checkpoint would be sent before"
                 f" it is written. Set {key}.log_model=true, which sends the last checkpoints at the end."
@@ -261,7 +258,7 @@ def log_images(trainer: pl.Trainer, name: str, images: Tensor) -> None:
         ValueError: if ``images`` has another shape.
         TypeError: if ``images`` has another dtype.
     """
-    adapters = [one for one in map(adapter, trainer.loggers) if one.logs_images]
+    adapters = [logger for logger in map(adapter, trainer.loggers) if logger.logs_images]
     if not adapters or not trainer.is_global_zero or trainer.sanity_checking:
         return
     pixels, step = _pixels(images), trainer.global_step
@@ -273,10 +270,8 @@ def _pixels(images: Tensor) -> Any:
     """Return a numpy array of uint8 with shape (count, height, width, channels)."""
     batch = images.detach() if images.dim() == 4 else images.detach()[None]
     if batch.dim() != 4 or batch.shape[1] not in (1, 3):
-        raise ValueError(
-            f"Got images of shape {tuple(images.shape)}, expected (count, channels, height, width) or"
-            " (channels, height, width), with 1 or 3 channels."
-        )
+        expected = "(count, channels, height, width) or (channels, height, width), with 1 or 3 channels"
+        raise ValueError(f"Got images of shape {tuple(images.shape)}, expected {expected}.")
     if batch.is_floating_point():
         batch = (batch.float().clamp(0, 1) * 255).round().byte()
     elif str(batch.dtype) != "torch.uint8":

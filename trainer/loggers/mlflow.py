@@ -63,10 +63,9 @@ class MLFlow(TrackerAdapter):
             except MlflowException:
                 node["run_id"] = None
 
-    def position(self) -> str | None:
+    def position(self) -> Any:
         """Return the id of the run."""
-        run: str | None = self.logger._run_id
-        return run
+        return self.logger._run_id
 
     def resume(self, step: int | None, position: int | str | None = None) -> None:
         """Continue the run with the id ``position``, unless the user has chosen another one."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainer.common.files import local_path
 from trainer.loggers import LoggerAdapter
 
 
@@ -25,13 +26,10 @@ class _VersionedLogger(LoggerAdapter):
 
     def newest_version(self, pattern: str | None = None) -> int | None:
         """Return the largest number of a folder with matching files, or None."""
-        from trainer.common.files import local_path
-
         root = local_path(self.logger.root_dir)
         folders: Iterable[Path] = () if root is None else root.glob("version_*")
-        numbers = [
-            folder.name.removeprefix("version_") for folder in folders if any(folder.glob(pattern or self.files))
-        ]
+        written = [folder for folder in folders if any(folder.glob(pattern or self.files))]
+        numbers = [folder.name.removeprefix("version_") for folder in written]
         return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
@@ -73,8 +71,6 @@ class CSV(_VersionedLogger):
 
     def position(self) -> int | None:
         """Save, and return the number of rows in the file, or None if the logger has not opened it."""
-        from trainer.common.files import local_path
-
         if not self.is_open:
             return None
         self.logger.save()
@@ -86,7 +82,6 @@ class CSV(_VersionedLogger):
 
     def resume(self, step: int | None, position: int | str | None = None) -> None:
         """Truncate the file after the rows of the checkpoint, and append to it."""
-        from trainer.common.files import local_path
         from trainer.loggers.csv_rows import appending_writer
 
         if not isinstance(position, str) and local_path(self.logger.log_dir) is not None:

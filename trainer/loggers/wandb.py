@@ -34,10 +34,9 @@ class Wandb(TrackerAdapter):
         if wandb is not None and getattr(wandb, "run", None) is not None:
             wandb.finish(exit_code=0 if ok else 1)
 
-    def position(self) -> str | None:
+    def position(self) -> Any:
         """Return the id of the run."""
-        version: str | None = self.logger.version
-        return version
+        return self.logger.version
 
     def resume(self, step: int | None, position: int | str | None = None) -> None:
         """Continue the run with the id ``position``, unless the user has chosen another one."""

@@ -79,17 +79,14 @@ def sections_of(run: RunRecord) -> list[Section]:
     rate = _learning_rate(rows)
     learning, others = _metrics(run, rows)
     missing = [] if run.rows and is_fit else [_without_rows(run)]
-    found = [
+    more = [f"{len(others) - _MOST_OTHERS} more are in metrics.csv."] if len(others) > _MOST_OTHERS else []
+    sections = [
         Section("Learning", [*learning, *rate], missing if not (run.rows and (learning or rate)) else ()),
         Section("Loss scale and gradients", *amp),
         Section("Speed and memory", *_pace(run)),
-        Section(
-            "Other logged values",
-            others[:_MOST_OTHERS],
-            [f"{len(others) - _MOST_OTHERS} more are in metrics.csv."] if len(others) > _MOST_OTHERS else [],
-        ),
+        Section("Other logged values", others[:_MOST_OTHERS], more),
     ]
-    return [section for section in found if section.charts or section.notes]
+    return [section for section in sections if section.charts or section.notes]
 
 
 def overlay(runs: Sequence[RunRecord], colors: Sequence[int | None], winner: RunRecord | None = None) -> list[Section]:
@@ -126,37 +123,33 @@ def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[
     groups: dict[str, list[str]] = {}
     for name in rows:
         groups.setdefault(_base(name), []).append(name)
-    has_losses = bool(run.losses.finite)
+    losses: list[Line] = []
+    if run.losses.finite:
+        names = groups.get("loss", [])
+        per_step = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
+        losses = list(_training_loss(_continued(run.losses, per_step[0]) if per_step else run.losses))
+        groups["loss"] = [name for name in names if not _is_training(name)]
     learning: list[Chart] = []
     others: list[Chart] = []
     for base, names in groups.items():
         is_loss = base == "loss"
-        losses = run.losses
-        if is_loss and has_losses:
-            step_losses = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
-            losses = _continued(losses, step_losses[0]) if step_losses else losses
-            names = [name for name in names if not _is_training(name)]
-        lines = list(_lines(names, rows, first=int(is_loss and has_losses)))
-        if is_loss and has_losses:
-            lines = [*_training_loss(losses), *lines]
+        lines = list(_lines(names, rows, first=int(is_loss and bool(losses))))
         title = "Loss" if is_loss else base if len(names) > 1 else names[0]
         is_metric = is_loss or any(_STAGE.match(name) or name in validated for name in names)
-        (learning if is_metric else others).append(Chart(title, lines))
-    if has_losses and "loss" not in groups:
-        learning.append(Chart("Loss", list(_training_loss(run.losses))))
+        (learning if is_metric else others).append(Chart(title, [*losses, *lines] if is_loss else lines))
     return sorted(learning, key=lambda chart: chart.title != "Loss"), others
 
 
 def _base(name: str) -> str:
     """Return the name without its stage: "acc" for "val_acc", "loss" for "train/loss_epoch"."""
     plain = name.removesuffix("_step").removesuffix("_epoch")
-    found = _STAGE.match(plain)
-    return found[2] if found else plain
+    staged = _STAGE.match(plain)
+    return staged[2] if staged else plain
 
 
 def _is_training(name: str) -> bool:
-    found = _STAGE.match(name)
-    return found is None or found[1].startswith("train")
+    staged = _STAGE.match(name)
+    return staged is None or staged[1].startswith("train")
 
 
 def _lines(names: Iterable[str], rows: dict[str, Curve], first: int) -> Iterable[Line]:
@@ -189,12 +182,11 @@ def _training_loss(losses: Curve) -> Iterable[Line]:
 def _learning_rate(rows: dict[str, Curve]) -> list[Chart]:
     """Return a chart of the learning rates of LearningRateMonitor, with a line per optimizer and parameter group."""
     names = [name for name in rows if name.startswith("lr-") and not name.endswith(("-momentum", "-weight_decay"))]
-    found = {name: rows.pop(name) for name in names}
-    groups = list(found.items())
-    if groups and all(curve == groups[0][1] for _, curve in groups):
-        groups = groups[:1]
-    title = "Learning rate" if len(groups) == 1 else ""  # so that runs with different optimizers share a chart
-    lines = [Line(name.removeprefix("lr-"), curve, number, name=title) for number, (name, curve) in enumerate(groups)]
+    rates = [(name.removeprefix("lr-"), rows.pop(name)) for name in names]
+    if all(curve == rates[0][1] for _, curve in rates):
+        rates = rates[:1]
+    title = "Learning rate" if len(rates) == 1 else ""  # so that runs with different optimizers share a chart
+    lines = [Line(name, curve, number, name=title) for number, (name, curve) in enumerate(rates)]
     return [Chart("Learning rate", lines, "linear")] if lines else []
 
 
@@ -211,11 +203,9 @@ def _mixed_precision(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart
             charts.append(Chart("Skip rate", [Line("share of the last steps", skip_rate, 5)], "linear"))
     elif scale and not run.skipped_steps:
         notes.append("No step was skipped.")
-    norms = [rows.pop(name, Curve()) for name in ("grad_norm_step", "grad_norm", "grad_norm_epoch")]
-    named = zip(("step", "grad_norm", "epoch mean"), norms, strict=True)  # labels of the lines
-    lines = [
-        Line(name, curve, number, name=f"Gradient norm ({name})") for number, (name, curve) in enumerate(named) if curve
-    ]
+    labels = {"grad_norm_step": "step", "grad_norm": "grad_norm", "grad_norm_epoch": "epoch mean"}
+    norms = [(label, rows.pop(name, Curve()), color) for color, (name, label) in enumerate(labels.items())]
+    lines = [Line(*norm, name=f"Gradient norm ({norm[0]})") for norm in norms if norm[1]]
     if lines:
         charts.append(Chart("Gradient norm", lines[:2], note="of all unscaled gradients, before clipping"))
     if layers := {name: rows.pop(name) for name in [*rows] if name.startswith(_LAYER_NORM)}:
@@ -231,17 +221,11 @@ def _mixed_precision(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart
         worst = sorted(layers.items(), key=lambda item: -max(item[1].finite, default=0.0))[:_LAYERS]
         if whole:
             lines = [Line("all parameters", whole, 0)]
-            if kind == "underflow":
-                named_layers = ((name.removeprefix(f"amp/{kind}"), curve) for name, curve in worst)
-                lines += [
-                    Line(name, curve, color, is_detail=True) for color, (name, curve) in enumerate(named_layers, 1)
-                ]
+            for color, (name, curve) in enumerate(worst if kind == "underflow" else (), 1):
+                lines.append(Line(name.removeprefix(f"amp/{kind}"), curve, color, is_detail=True))
             charts.append(Chart(title, lines, "linear", note=note))
     if not charts and run.command == "fit" and run.rows:
-        notes.append(
-            "Loss scale and gradients were not logged. ScaleMonitor, which is in callbacks=default, logs them every"
-            " callbacks.scale_monitor.every_n_steps steps."
-        )
+        notes.append("Loss scale and gradients were not logged. ScaleMonitor, in callbacks=default, logs them.")
     return charts, notes
 
 
@@ -270,12 +254,12 @@ def speed(run: RunRecord) -> Curve:
     seconds, points = run.elapsed, list[tuple[float, float]]()
     if not seconds:
         return seconds
-    step, time = seconds.steps[0], seconds.values[0]
-    least = max(_SHORTEST, (seconds.values[-1] - time) / _PACE_POINTS)
+    step, start = seconds.steps[0], seconds.values[0]
+    least = max(_SHORTEST, (seconds.values[-1] - start) / _PACE_POINTS)
     for next_step, end in seconds.points:
-        if end - time >= least and next_step > step:
-            points.append((next_step, (run.samples_per_step or 1) * (next_step - step) / (end - time)))
-            step, time = next_step, end
+        if end - start >= least and next_step > step:
+            points.append((next_step, (run.samples_per_step or 1) * (next_step - step) / (end - start)))
+            step, start = next_step, end
     return Curve.through(points)
 
 
@@ -284,7 +268,4 @@ def _without_rows(run: RunRecord) -> str:
     if run.command != "fit":
         return f"There are no curves for the command {run.command}."
     suffix = " yet" if run.status == "running" else ""
-    return (
-        f"There is no metrics.csv{suffix}. logger=csv and the default logger write it, with a row every"
-        " trainer.log_every_n_steps steps: learning rate, gradient norm, underflow and all values that the module logs."
-    )
+    return f"There is no metrics.csv{suffix} with the logged values. logger=csv and the default logger write it."

@@ -53,7 +53,8 @@ class Curve:
         """Create a curve from a series in ``run.json``; without points if ``written`` is not a series."""
         series = written if isinstance(written, Mapping) else {}
         columns = [column if isinstance(column := series.get(name), list) else [] for name in ("steps", "values")]
-        return cls.through(point for point in zip(*columns, strict=False) if all(map(_is_number, point)))
+        points = zip(*columns, strict=False)
+        return cls.through(point for point in points if all(type(number) in (int, float) for number in point))
 
 
 def read_rows(file: Path) -> dict[str, Curve]:
@@ -67,20 +68,16 @@ def read_rows(file: Path) -> dict[str, Curve]:
     except OSError:
         return {}
     lines = text[: text.rfind("\n") + 1].splitlines()
-    points: dict[str, dict[float, float]] = {}
+    columns: dict[str, dict[float, float]] = {}
     with suppress(csv.Error):  # an unterminated field
-        rows = csv.reader(line for line in lines if "\0" not in line)
-        names = next(rows, [])
-        at = names.index("step") if "step" in names else len(names)
-        for row in rows:
-            step = _number(row[at]) if len(row) == len(names) > at else None
-            if step is None:
+        for row in csv.DictReader(line for line in lines if "\0" not in line):
+            if None in row or None in row.values() or (step := _number(row.pop("step", ""))) is None:
                 continue
-            for name, cell in zip(names, row, strict=True):
-                if cell and (value := _number(cell)) is not None:
-                    points.setdefault(name, {})[step] = value
-    left_out = ("step", "epoch", "")
-    return {name: Curve.through(sorted(found.items())) for name, found in points.items() if name not in left_out}
+            for name, cell in row.items():
+                if (value := _number(cell)) is not None:
+                    columns.setdefault(name, {})[step] = value
+    left_out = ("epoch", "")
+    return {name: Curve.through(sorted(points.items())) for name, points in columns.items() if name not in left_out}
 
 
 def thin(curve: Curve, most: int) -> Curve:
@@ -123,7 +120,3 @@ def _number(cell: str) -> float | None:
         return float(cell)
     except ValueError:
         return None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

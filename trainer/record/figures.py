@@ -36,9 +36,7 @@ def figures_of(trainer: pl.Trainer) -> Path | None:
     Args:
         trainer: ``self.trainer`` in a module.
     """
-    if not trainer.is_global_zero:
-        return None
-    folder = folder_of_run(trainer)
+    folder = folder_of_run(trainer) if trainer.is_global_zero else None
     if folder is None:
         return None
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -66,7 +64,7 @@ def write_confusion_matrix(
         raise ValueError(f"Got {len(classes)} names for {len(counts)} classes.")
     folder = figures_of(trainer)
     if folder is not None:
-        names = [str(one) for one in (range(len(counts)) if classes is None else classes)]
+        names = [str(name) for name in (range(len(counts)) if classes is None else classes)]
         content = {"kind": "confusion matrix", "classes": names, "counts": counts.tolist()}
         write_text(folder / f"{name}.json", json.dumps(content) + "\n")
 
@@ -85,9 +83,8 @@ def write_pictures(trainer: pl.Trainer, name: str, images: Tensor, captions: Seq
         ValueError: if ``images`` has another shape.
     """
     if images.dim() != 4 or images.shape[1] not in (1, 3):
-        raise ValueError(
-            f"Got images of shape {tuple(images.shape)}, expected (count, channels, height, width) of 1 or 3 channels."
-        )
+        expected = "(count, channels, height, width) of 1 or 3 channels"
+        raise ValueError(f"Got images of shape {tuple(images.shape)}, expected {expected}.")
     folder = figures_of(trainer)
     if folder is not None and len(images):
         sheet(images, captions).save(folder / f"{name}.png")

@@ -40,17 +40,15 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     if path.is_file() or is_checkpoint_folder(path):
         return path
     if not path.is_dir():
-        siblings = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-        or_run = "" if key == "ckpt_path" else ", or the folder of a run, such as outputs/RECIPE/DATE_TIME"
-        raise ConfigurationError(
-            f"{key} is {path}: there is no such file or folder.{did_you_mean(path.name, siblings)} Expected a"
-            f" checkpoint{or_run}."
-        )
+        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, siblings)
+        expected = "a checkpoint" if key == "ckpt_path" else "a checkpoint, or the folder of a run"
+        raise ConfigurationError(f"{key} is {path}: there is no such file or folder.{hint} Expected {expected}.")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     is_of_run = folder != path or (path / CONFIG).is_file()
     # names such as {val/loss} have a slash, and ModelCheckpoint may have another folder
-    found = checkpoints_in(folder) if is_of_run else folder.glob("*.ckpt")
-    files = sorted(found, key=lambda file: file.stat().st_mtime)
+    files = checkpoints_in(folder) if is_of_run else list(folder.glob("*.ckpt"))
+    files.sort(key=lambda file: file.stat().st_mtime)
     last = [file for file in files if file.stem.partition("-v")[0] == "last"]
     others = [file for file in files if file not in last]
     if latest and files:  # an interruption may have written a checkpoint after last.ckpt

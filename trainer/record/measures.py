@@ -49,10 +49,8 @@ def facts_of(trainer: pl.Trainer) -> dict[str, Any]:
         facts["sharding"] = sharding
     prefetching = getattr(getattr(trainer, "data", None), "prefetching", None)  # `lightning.Trainer` has none
     if prefetching is not None and prefetching.from_pinned is not None:
-        pinned = (
-            "pinned memory" if prefetching.from_pinned else "memory that is not pinned: DataLoader(pin_memory=True)"
-        )
-        facts["prefetching"] = f"1 batch, from {pinned}"
+        unpinned = "memory that is not pinned: DataLoader(pin_memory=True)"
+        facts["prefetching"] = f"1 batch, from {'pinned memory' if prefetching.from_pinned else unpinned}"
     kernels = getattr(getattr(getattr(trainer, "engine", None), "precision", None), "kernels", None)
     if kernels is not None and (described := kernel_facts(kernels.fast, kernels.ratios)):
         facts["float16_kernels"] = described
@@ -82,10 +80,8 @@ def reason_without_updates(trainer: pl.Trainer) -> str | None:
         return f"{reason} {report.cause}"
     if scale is None or scale <= state_of(trainer).scaler.min_scale:
         return reason
-    return (
-        f"{reason} The loss scale was still decreasing, and is {scale:g}: train longer, or start there:"
-        f" MixedPrecision(init_scale={scale:g}), on the command line precision.init_scale={scale:g}."
-    )
+    start = f"MixedPrecision(init_scale={scale:g}), on the command line precision.init_scale={scale:g}"
+    return f"{reason} The loss scale is still decreasing: train longer, or start there: {start}."
 
 
 def _reason_without_steps(run: RunState) -> str | None:
@@ -95,10 +91,8 @@ def _reason_without_steps(run: RunState) -> str | None:
         reason = f"no batch was trained in {progress.epochs_trained} epochs"
     elif module.automatic_optimization:
         is_requested = not progress.optimizer_steps  # stopped within the first accumulation window
-        reason = (
-            f"`training_step` returned no loss with a weight above 0 in {progress.batches} batches. Return the loss, or"
-            " set `self.automatic_optimization = False` if it steps the optimizers itself"
-        )
+        advice = "Return the loss, or set `self.automatic_optimization = False` if it steps the optimizers itself"
+        reason = f"`training_step` returned no loss with a weight above 0 in {progress.batches} batches. {advice}"
     else:
         is_requested = False
         reason = f"the module stepped no optimizer in {progress.batches} batches (`automatic_optimization = False`)"
@@ -156,10 +150,10 @@ def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
     best, last = (getattr(checkpoints, f"{name}_model_path", None) for name in ("best", "last"))
     if not getattr(checkpoints, "monitor", None):
         best, last = None, last or best
-    found = {"best_checkpoint": best, "last_checkpoint": last}
-    paths: dict[str, str | list[str]] = {
-        name: os.path.abspath(str(path)) for name, path in found.items() if _exists(path)
-    }
+    paths: dict[str, str | list[str]] = {}
+    for name, path in {"best_checkpoint": best, "last_checkpoint": last}.items():
+        if _exists(path):
+            paths[name] = os.path.abspath(str(path))
     # CSV and TensorBoard loggers share one folder.
     folders = (os.path.abspath(folder) for folder in folders_of_loggers(trainer))
     if loggers := [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]:

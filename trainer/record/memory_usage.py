@@ -63,9 +63,8 @@ class Usage:
 
     def facts(self) -> dict[str, int]:
         """Return all known values, for a record."""
-        known = {"rest": self.rest, "allocated": self.allocated, "unused": self.unused, "elsewhere": self.elsewhere}
-        known |= {"peak": self.peak, "total": self.total}
-        return {**self.kinds, **{name: size for name, size in known.items() if size is not None}}
+        sizes = {**self.kinds, "rest": self.rest, **vars(self)}
+        return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def measure(
@@ -83,7 +82,7 @@ def measure(
     optimizers = list(optimizers)
     module_parameters = [] if module is None else list(module.parameters())
     parameters = [*module_parameters, *(p for optimizer in optimizers for p in parameters_of(optimizer))]
-    found: dict[str, Iterable[Any]] = {
+    tensors_by_kind: dict[str, Iterable[Any]] = {
         "weights": parameters,
         "gradients": [gradient for optimizer in optimizers for gradient in gradients_of(optimizer)],
         "optimizer": [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))],
@@ -91,7 +90,7 @@ def measure(
         "batch": batch,
     }
     seen: dict[int, torch.UntypedStorage] = {}
-    kinds = {kind: sum(_sizes(tensors, device, seen)) for kind, tensors in found.items()}
+    kinds = {kind: sum(_sizes(tensors, device, seen)) for kind, tensors in tensors_by_kind.items()}
     return Usage(kinds, **_of_device(device))
 
 
@@ -127,8 +126,8 @@ def _of_device(device: torch.device) -> dict[str, int | None]:
         unused = torch.mps.driver_allocated_memory() - allocated
         return {"allocated": allocated, "unused": unused, "total": torch.mps.recommended_max_memory()}
     if device.type == "cpu":
-        found = {"allocated": machine.memory_in_use(), "peak": machine.peak_memory(), "total": machine.memory().most}
-        return {name: size or None for name, size in found.items()}
+        sizes = {"allocated": machine.memory_in_use(), "peak": machine.peak_memory(), "total": machine.memory().most}
+        return {name: size or None for name, size in sizes.items()}
     return {}
 
 

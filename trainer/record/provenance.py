@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
@@ -66,21 +65,17 @@ def _git() -> dict[str, Any] | None:
     """Return the commit and branch of the working directory, and whether tracked files are modified, or None."""
     if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
         return None
-    program = shutil.which("git")
-    if program is None:
-        return None
 
     # run no command of the repository's config, and lock and write nothing
-    line = [program, "--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch"]
+    options = ["--no-optional-locks", "-c", "core.fsmonitor=false"]
+    line = ["git", *options, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        done = subprocess.run(
-            [*line, "--untracked-files=no"], capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True
-        )
-    except (OSError, ValueError, subprocess.SubprocessError):  # a folder of another user, a slow disk
+        done = subprocess.run(line, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):  # no git, a folder of another user, a slow disk
         return None
     lines = done.stdout.splitlines()
-    facts = dict(one.removeprefix("# ").split(" ", 1) for one in lines if one.startswith("# "))
+    facts = dict(line.removeprefix("# ").split(" ", 1) for line in lines if line.startswith("# "))
     if facts["branch.oid"] == "(initial)":  # no commit yet
         return None
-    modified = any(not one.startswith("# ") for one in lines)
+    modified = any(not line.startswith("# ") for line in lines)
     return {"commit": facts["branch.oid"], "branch": facts["branch.head"], "modified": modified}

@@ -201,6 +201,11 @@ class RunRecord:
             write_text(self.folder / RUN, f"{{\n{lines}\n}}\n")
 
     @property
+    def brief(self) -> dict[str, Any]:
+        """The facts without the curves and the environment, which are long."""
+        return {name: fact for name, fact in self.facts.items() if name not in ("curves", "environment")}
+
+    @property
     def command(self) -> str:
         """The command of the run, such as "fit"."""
         return str(self.facts.get("command") or self.config.get("command") or "fit")

@@ -22,17 +22,8 @@ from trainer.errors import memory_at, warn
 from trainer.loggers import adapter
 from trainer.loop.run_state import state_of
 from trainer.precision.devices import synchronized_time
-from trainer.record.measures import (
-    data_parallel_size_of,
-    device_of,
-    facts_of,
-    folder_of_files,
-    memory_in_use,
-    monitor_of,
-    paths_of,
-    reason_without_updates,
-    training_loss,
-)
+from trainer.record import measures
+from trainer.record.measures import training_loss
 from trainer.record.provenance import environment
 from trainer.record.run_record import RUN, RunRecord
 
@@ -104,8 +95,7 @@ class Series:
     def append(self, step: int, value: float | Tensor) -> None:
         """Add a point. A 0-dim tensor stays on its device until `read`."""
         if len(self.steps) >= self.max_points:
-            self.read()  # a host-device synchronization, once in `max_points / 2` points
-            del self.steps[1::2], self._floats[1::2]
+            del self.steps[1::2], self.read()[1::2]  # a host-device synchronization, once in `max_points / 2` points
             self.stride *= 2
         self.steps.append(step)
         values: list[Any] = self._tensors if isinstance(value, Tensor) else self.read()
@@ -129,10 +119,8 @@ class Series:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the points by those of a checkpoint."""
-        self.steps = list(state_dict["steps"])
-        self._floats = list(state_dict["values"])
-        self._tensors.clear()
-        self.stride = state_dict["stride"]
+        self.steps, self.stride = list(state_dict["steps"]), state_dict["stride"]
+        self._floats, self._tensors = list(state_dict["values"]), []
 
 
 class RunRecorder(Callback):
@@ -212,7 +200,7 @@ class RunRecorder(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Start the record of a fit, and log the settings of any run."""
         if self._given is not None and self._settings is not None and trainer.is_global_zero:
-            ids = {one.key(): one.log_settings(self._settings) for one in map(adapter, trainer.loggers)}
+            ids = {logger.key(): logger.log_settings(self._settings) for logger in map(adapter, trainer.loggers)}
             self._given.facts["tracking"] = {name: run for name, run in ids.items() if run is not None}
         if stage != "fit":
             return
@@ -227,17 +215,16 @@ class RunRecorder(Callback):
         self.record = self._given or RunRecord.begin(self._folder(trainer) if trainer.is_global_zero else None)
         self._keeps_curves = self._writes or any(view.max_points for view in self._views)
         if trainer.is_global_zero:
-            self.record.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
+            self.record.facts |= {"module": type(pl_module).__name__, "monitor": measures.monitor_of(trainer)}
             self.record.facts["environment"] = self.record.facts.get("environment") or environment()
             if trainer.ckpt_path is not None:  # keep the earlier curves until there are new ones
-                self.record.facts["curves"] = self.record.former.get("curves", {})
-                if "weights" in self.record.former:
-                    self.record.facts["weights"] = self.record.former["weights"]
+                kept = ("curves", "weights")
+                self.record.facts |= {name: self.record.former[name] for name in kept if name in self.record.former}
             self._write_if_possible()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start to measure the peak of a GPU's memory."""
-        device = device_of(trainer)
+        device = measures.device_of(trainer)
         self._on_device = device.type != "cpu"
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -251,10 +238,9 @@ class RunRecorder(Callback):
                     getattr(self, name).load_state_dict(self.record.former["curves"][name])
         for series in self._all_series():
             series.truncate(trainer.global_step + (series is self.scales))  # the next step's scale is known already
-        scales, seconds = self.scales.read(), self.seconds.read()
-        self._scale = scales[-1] if scales else None
+        self._scale = next(reversed(self.scales.read()), None)
         self._known = dict(trainer.callback_metrics)
-        self._trained = self._seconds_before = seconds[-1] if seconds else 0.0
+        self._trained = self._seconds_before = next(reversed(self.seconds.read()), 0.0)
         self._next_reading = 0.0
         self._began = self._resumed = self._now(trainer)
 
@@ -264,9 +250,8 @@ class RunRecorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; record loss, time and memory."""
-        batches = self._batches
+        batches, size = self._batches, batch_size(batch)
         self._batches = batches + 1
-        size = batch_size(batch)
         self._samples += size
         self._first_size = self._first_size or size
         if not self._keeps_curves or batches % self.losses.stride:
@@ -274,12 +259,11 @@ class RunRecorder(Callback):
         if not batches % self.seconds.stride:  # the stride of the losses, or a multiple if some batches have no loss
             seconds = self._seconds(self._clock())
             self.seconds.append(trainer.global_step, seconds)
-            if seconds >= self._next_reading and (memory := memory_in_use(device_of(trainer))):
+            if seconds >= self._next_reading and (memory := measures.memory_in_use(measures.device_of(trainer))):
                 self.memory.append(trainer.global_step, memory)
                 self._next_reading = seconds + _SECONDS_BETWEEN_READINGS
         loss = training_loss(trainer, outputs, keep=self._on_device)
-        if loss is not None:
-            # `item` would synchronize with a GPU
+        if loss is not None:  # `item` would synchronize with a GPU
             self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss)
 
     def on_after_optimizer_step(
@@ -331,14 +315,14 @@ class RunRecorder(Callback):
         If a second fit of the Trainer has nothing left to do, the record of the first fit is kept.
         """
         self._is_fitting = False
-        former = self.record.former if self.record is not None and self._began is None else {}
+        assert self.record is not None
+        former = self.record.former if self._began is None else {}
         if former.get("status") == "completed" and former.get("steps") == trainer.global_step:
-            assert self.record is not None
             self.record.facts = former
             self._write_if_possible()
         elif trainer.is_global_zero:
-            problem = reason_without_updates(trainer)
-            self._update(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
+            problem = measures.reason_without_updates(trainer)
+            self._update(trainer, "failed" if problem else "completed", problem, measures.facts_of(trainer))
             self._complete()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -348,13 +332,11 @@ class RunRecorder(Callback):
         self._is_fitting = False
         self._stop(self._clock())  # without a synchronization, because the device may be the cause of the failure
         if trainer.is_global_zero:
-            assert self.record is not None
             status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
             error = redaction.text(f"{type(exception).__name__}: {exception}".rstrip(": "))
             try:
-                self.record.facts |= memory_at(exception)
-                self._update(trainer, status, error, {})
-                self._update(trainer, status, error, facts_of(trainer))  # raises if the device has failed
+                self._update(trainer, status, error, memory_at(exception))
+                self._update(trainer, status, error, measures.facts_of(trainer))  # raises if the device has failed
                 self._complete()
             except Exception:  # the user must see the exception that ended the fit
                 log.warning("The run's record is not complete.", exc_info=True)
@@ -362,8 +344,8 @@ class RunRecorder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the points, as lists of numbers, without times and memory."""
-        state = {"batches": self._batches, **self._curves()}
-        return {name: value for name, value in state.items() if name not in ("seconds", "memory")}
+        curves = {name: value for name, value in self._curves().items() if name not in ("seconds", "memory")}
+        return {"batches": self._batches, **curves}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the points of a checkpoint."""
@@ -382,29 +364,24 @@ class RunRecorder(Callback):
         """Update the record; ``facts`` are those of the Trainer."""
         assert self.record is not None
         known = self.record.facts
-        known |= {**facts, "status": status, "error": error}
-        if status == "completed" and facts.get("pruned"):
-            known["status"] = "pruned"
+        is_pruned = status == "completed" and facts.get("pruned")
+        known |= {**facts, "status": "pruned" if is_pruned else status, "error": error}
         if self._scale is not None and known.get("scale") is not None:
             known["scale"] = self._scale  # of the last step: after a collapse, the scaler has the scale from before it
-        processes = data_parallel_size_of(trainer)
+        processes = measures.data_parallel_size_of(trainer)
         if self._first_size:
             known["samples_per_step"] = self._first_size * trainer.accumulate_grad_batches * processes
         if self._began is not None:
             end = self._ended or self._clock()
             training = self._seconds(end) - self._seconds_before
             samples = self._samples * processes
+            known |= {"seconds": end - self._began, "train_seconds": training, "samples": samples or None}
             rate = known.get("throughput", {}).get("samples_per_second")  # without warm-up
-            known |= {
-                "seconds": end - self._began,
-                "train_seconds": training,
-                "samples": samples or None,
-                "samples_per_second": rate or (samples / training if samples and training else None),
-            }
-        folder = self.record.home
-        own = {} if folder is None else {"run": str(folder), **({"record": str(folder / RUN)} if self._writes else {})}
-        known["paths"] = own | paths_of(trainer)
-        known["curves"] = self._curves()
+            known["samples_per_second"] = rate or (samples / training if samples and training else None)
+        known |= {"paths": measures.paths_of(trainer), "curves": self._curves()}
+        if (home := self.record.home) is not None:
+            own = {"run": str(home), "record": str(home / RUN)} if self._writes else {"run": str(home)}
+            known["paths"] = own | known["paths"]
 
     def _complete(self) -> None:
         """Let the views draw, write the file, and let the views show the record."""
@@ -423,7 +400,7 @@ class RunRecorder(Callback):
 
     def _write_periodically(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
-            self._update(trainer, "running", None, facts_of(trainer))
+            self._update(trainer, "running", None, measures.facts_of(trainer))
             self._write_if_possible()
 
     def _write_if_possible(self) -> None:
@@ -440,11 +417,11 @@ class RunRecorder(Callback):
         return self._folder(trainer) if self._writes and trainer.is_global_zero else None
 
     def _now(self, trainer: pl.Trainer) -> float:
-        return synchronized_time(device_of(trainer), self._clock)
+        return synchronized_time(measures.device_of(trainer), self._clock)
 
     def _folder(self, trainer: pl.Trainer) -> Path | None:
         named = next((view.dirpath for view in self._views if view.dirpath), None)
-        return folder_of_files(trainer, self._dirpath or named)
+        return measures.folder_of_files(trainer, self._dirpath or named)
 
     def _seconds(self, now: float) -> float:
         """Return the seconds of training until ``now``, without validations."""

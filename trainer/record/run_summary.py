@@ -69,7 +69,7 @@ class RunSummary(RecordView):
 
     def show(self, record: RunRecord) -> None:
         """Print the table."""
-        self.summary = {name: fact for name, fact in record.facts.items() if name not in ("curves", "environment")}
+        self.summary = record.brief
         console = terminal.console(self._console, 250)
         console.print(_table(record).drawn())
         for name, path in _paths(record.paths):  # not wrapped, so that a path can be copied
@@ -78,11 +78,8 @@ class RunSummary(RecordView):
 
 def _table(record: RunRecord) -> Table:
     counters = [(name, str(value)) for name, value in _counters(record).items() if value is not None]
-    metrics = [
-        (name, f"{record.metrics[name]:.4g}")
-        for name in without_step_epoch_variants(record.metrics)
-        if name not in _RECORDED
-    ]
+    names = [name for name in without_step_epoch_variants(record.metrics) if name not in _RECORDED]
+    metrics = [(name, f"{record.metrics[name]:.4g}") for name in names]
     best = []
     if record.monitor is not None and record.best_score is not None:
         metric, mode = record.monitor

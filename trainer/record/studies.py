@@ -38,19 +38,16 @@ def make_sampler(settings: Mapping[str, Any], trials: int) -> Any:
     """
     import optuna
 
-    seed = settings.get("seed")
-    return _make(
-        optuna.samplers, _SAMPLERS, "sampler", {**settings, **({} if seed is None else {"seed": seed + trials})}
-    )
+    seed = {"seed": settings["seed"] + trials} if settings.get("seed") is not None else {}
+    return _make(optuna.samplers, _SAMPLERS, "sampler", {**settings, **seed})
 
 
 def _make(module: Any, classes: Mapping[str, str], kind: str, settings: Mapping[str, Any]) -> Any:
     arguments = dict(settings)
     name = str(arguments.pop("name", None))
     if name not in classes:
-        raise ConfigurationError(
-            f"The {kind} is {name}, expected one of {', '.join(classes)}.{did_you_mean(name, classes)}"
-        )
+        expected = f"expected one of {', '.join(classes)}.{did_you_mean(name, classes)}"
+        raise ConfigurationError(f"The {kind} is {name}, {expected}")
     try:
         return getattr(module, classes[name])(**arguments)
     except (TypeError, ValueError) as error:

@@ -93,10 +93,8 @@ class Sweep:
 
     def titled(self, name: str) -> str:
         """Return the title of the column of a metric: ``best NAME`` if its values are those of best checkpoints."""
-        best = any(
-            run.objective and run.objective[0] == name and run.reached(run.objective).is_best for run in self.runs
-        )
-        return f"best {name}" if best else name
+        goals = [(run, run.objective) for run in self.runs if run.objective and run.objective[0] == name]
+        return f"best {name}" if any(run.reached(goal).is_best for run, goal in goals) else name
 
     @property
     def common(self) -> list[str]:

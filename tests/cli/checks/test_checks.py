@@ -59,11 +59,11 @@ def test_measurement_slower_than_the_hardware_suggests(measured, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
     reference = {"matrix products": 1.0, "convolutions": 1.0}
     slower = {"float32": reference, "bfloat16": {"matrix products": 0.4, "convolutions": 1.2}}
-    verdict = checks.verdict(torch.device("cpu"), slower)
+    verdict = precisions.verdict(torch.device("cpu"), slower)
     assert verdict.startswith("Use precision=32 here: precision=auto takes bf16-mixed, because this CPU computes in")
     assert "slower than float32 on average: 0.4x in matrix products and 1.2x in convolutions." in verdict
     mixed = {"float32": reference, "bfloat16": {"matrix products": 0.9, "convolutions": 1.8}}
-    assert checks.verdict(torch.device("cpu"), mixed).startswith("Use precision=bf16-mixed here")
+    assert precisions.verdict(torch.device("cpu"), mixed).startswith("Use precision=bf16-mixed here")
 
 
 def test_gpu(capsys, monkeypatch, measured):

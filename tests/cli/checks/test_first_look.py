@@ -18,8 +18,7 @@ from tests.support import HAS_FSDP2, assert_identical, loss_of, make_batches, ma
 from trainer.cli import main
 from trainer.cli.checks import LoadedBatch, Recipe, first_look, steps
 from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, load, save_images, suspicious
-from trainer.cli.checks.layers import SCALE, Layer, largest_scale
-from trainer.cli.checks.steps import describe_groups, part_for
+from trainer.cli.checks.steps import SCALE, Layer, describe_groups, largest_scale, part_for
 
 MODULE = """
 import random
@@ -168,7 +167,7 @@ def test_shown_report(capsys):
         "batch[1] 8 int64 0 to 2 0: 3, 1: 3, 2: 2",
         "single 1 32-true ",
         *["fsdp 8 32-true "] * HAS_FSDP2,
-        "The layers, in float32: 147 parameters, 67 trained, loss ",
+        "2 of 2 layers, in float32: 147 parameters, 67 trained, loss ",
         "first Linear 40 256 bytes ",
         "Measured time of loading and of a training step",
         "loading a batch ",

@@ -10,8 +10,7 @@ import torch
 from tests.cli.compare.test_verdict import labeled
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.compare import Comparison, condition_differences, read_runs, report
-from trainer.cli.compare.verdict import Thresholds
+from trainer.cli.compare import Comparison, Thresholds, condition_differences, read_runs, report
 from trainer.common.terminal import QUIET
 from trainer.record.run_record import load_run
 
@@ -36,7 +35,8 @@ def result(job, precision, **more):
         "metrics": {"val_acc": 0.9 + job / 1000, "val_loss": 0.1},
         "curves": {"losses": {"steps": [1, 2], "values": [2.0, 0.5]}},
         "samples_per_second": 1000.0 + 600 * job,
-        "throughput": {"train_seconds": 61.25, "measured_batches": 50, "waiting": 0.01, "batches": BATCHES},
+        "train_seconds": 61.25,
+        "throughput": {"measured_batches": 50, "waiting": 0.01, "batches": BATCHES},
     }
     return usual | more
 
@@ -66,7 +66,7 @@ def test_report(folder, capsys, monkeypatch):
     )
     verdict = "val_acc within 0.1 points of 32-true, 1.60x faster, 25.0% less memory."
     assert f"- 16-mixed: {verdict}\n  - Saves less than 30% of the memory. Mixed precision keeps" in text
-    assert "- Equal in all runs: seed 42, 1 x NVIDIA A100, epochs: 3, optimizer steps: 60, the first batch " in text
+    assert "- Equal in all runs: seed 42, devices 1 x NVIDIA A100, epochs 3, steps 60, the first batch " in text
     assert "\n- Each setting has only one run" in text
     out = capsys.readouterr().out
     assert f"16-mixed: {verdict}\n  - Saves less" in out
@@ -133,9 +133,9 @@ def runs(**of_second):
 @pytest.mark.parametrize(
     ("of_second", "sentence"),
     [
-        ({"throughput": None}, "1 x NVIDIA A100, epochs: 3, optimizer steps: 60."),  # nothing is known of the batches
+        ({"throughput": None}, "devices 1 x NVIDIA A100, epochs 3, steps 60."),  # nothing is known of the batches
         ({"seed": 7}, "Different between runs: 16-mixed has seed 7, 32-true 42."),
-        ({"epochs": 1, "steps": 1}, "16-mixed has epochs: 1, optimizer steps: 1; 32-true has epochs: 3, "),
+        ({"epochs": 1}, "16-mixed has epochs 1, 32-true 3."),
         ({"throughput": {"batches": [[None, 2], [None, 4], [5, 6]]}}, "Equal in all runs: "),
         ({"throughput": {"batches": [[None, 2], [None, 5], [5, 6]]}}, "different batches from epoch 2 "),
     ],

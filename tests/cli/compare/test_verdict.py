@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from trainer.cli.compare.verdict import Thresholds, assess, choose_metric
+from trainer.cli.compare import Thresholds, assess, choose_metric
 from trainer.cli.folders import packaged_conf
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import RunRecord

@@ -121,10 +121,13 @@ def test_fit_in_a_script(make_run):
 def test_run_without_a_logger_and_without_a_scale_monitor(make_run):
     page = report(make_run(files={"csv/metrics.csv": None}))
     assert page.titles == ["Loss", "Loss scale", "Skipped steps", "Throughput", "Memory"]
-    assert "There is no metrics.csv. logger=csv and the default logger write it" in page.sections["curves"]
+    assert (
+        "There is no metrics.csv with the logged values. logger=csv and the default logger write it"
+        in page.sections["curves"]
+    )
     record = facts(curves={}, skipped_steps=0, scale=None)
     page = report(make_run("outputs/b/1", record=record, files={"csv/metrics.csv": "step,val_acc\n1,0.5\n"}))
-    assert "Loss scale and gradients were not logged. ScaleMonitor, which" in page.sections["curves"]
+    assert "Loss scale and gradients were not logged. ScaleMonitor, in" in page.sections["curves"]
 
 
 def test_speed_is_averaged_over_a_tenth_of_a_second(make_run):

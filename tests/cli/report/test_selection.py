@@ -41,10 +41,10 @@ def test_newest_run_is_printed(make_run, capsys):
 
 def test_mistakes(make_run, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "there is no run in outputs/, multirun/" in error_of(capsys)
+    assert "there is no run in outputs, multirun, lightning_logs." in error_of(capsys)
     folder = make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
-    others = " Without a folder, report shows the newest run.\n"
+    others = ", which RunRecorder writes, or metrics.csv.\n"
     assert "outputs/a/2 is not the folder of a run" in error_of(capsys, "outputs/a/2")
     assert error_of(capsys, "empty").endswith(others)
     (folder.parent / "page.html").mkdir()

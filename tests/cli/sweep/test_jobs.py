@@ -115,10 +115,10 @@ def test_launcher_that_cannot_run(parallel, capsys, monkeypatch):
     monkeypatch.setattr("trainer.common.packages.is_installed", lambda name: name not in missing)
     monkeypatch.setenv("PATH", "")
     for missing[0], words, complaint in (
-        ("", ["n_jobs=2", "gpus_per_job=2"], "n_jobs=2 and hydra.launcher.gpus_per_job=2, which need 4 GPUs, but"),
-        ("", ["gpus_per_job=0"], "gpus_per_job is 0, expected a whole number of at least 1, or null."),
-        ("", ["n_jobs=0"], "n_jobs is 0, expected a whole number of at least 1, or -1 for all cores."),
-        ("", ["n_jobs=null"], "n_jobs is null, expected a whole number of at least 1, or -1 for all cores."),
+        ("", ["n_jobs=2", "gpus_per_job=2"], "n_jobs=2 and hydra.launcher.gpus_per_job=2 need 4 GPUs, but"),
+        ("", ["gpus_per_job=0"], "gpus_per_job is 0, expected at least 1, or null."),
+        ("", ["n_jobs=0"], "n_jobs is 0, expected at least 1, or -1 for all cores."),
+        ("", ["n_jobs=null"], "n_jobs is null, expected a whole number."),
     ):
         assert main([*SIDE_BY_SIDE, "seed=1", *(f"hydra.launcher.{word}" for word in words)]) == 2
         assert complaint in capsys.readouterr().err

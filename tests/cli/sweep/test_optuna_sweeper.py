@@ -168,7 +168,7 @@ def test_space_in_a_config_a_grid_and_a_batch(trials, capsys):
     [
         ([LR, "objective.metric=null"], "Set objective.metric=val_loss"),
         (["optimizer.lr=0.1"], "hydra/sweeper=optuna without a search space"),
-        ([LR, "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials is 0, expected a whole number of at least 1."),
+        ([LR, "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials is 0, expected at least 1."),
         (
             ["optimizer.lr=interval(0.1,1)", "hydra.sweeper.sampler.name=grid"],
             "the sampler grid needs a list of values",

@@ -230,7 +230,7 @@ def test_job_does_not_resume_from_checkpoints_of_other_values(project, jobs, cap
     assert len(jobs.started) == 4
     capsys.readouterr()
     assert main([*words, "optimizer.lr=0.1,0.3"]) == 2
-    message = "Job 1 is seed=1 optimizer.lr=0.3, but the checkpoints in jobs/1 are of seed=2 optimizer.lr=0.1,"
+    message = "Job 1 is seed=1 optimizer.lr=0.3, but the checkpoints in jobs/1 are of seed=2 optimizer.lr=0.1."
     assert message in capsys.readouterr().err
     assert main([*words[:-1], "hydra.sweep.dir=other", "optimizer.lr=0.1,0.3"]) == 0
 

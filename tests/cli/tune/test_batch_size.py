@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import write
-from trainer.cli import main
+from trainer.cli import main, tune
 from trainer.cli.parsing import UsageError, read
-from trainer.cli.tune import Settings, TuneError
-from trainer.cli.tune import batch_size as tune_batch_size
-from trainer.cli.tune.batch_size import find, precisions_in
+from trainer.cli.tune import Settings, TuneError, find, precisions_in
 
 OK = {"status": "ok", "device": "CPU", "precision": "32-true", "memory": 2**20, "skipped": 0, "samples": 1000}
 
@@ -162,7 +160,7 @@ def test_table(project, capsys, monkeypatch):
         capacity = answers[config.hydra.runtime.choices.precision]
         return answer(size, samples=16) if size <= capacity else out_of_memory(size)
 
-    monkeypatch.setattr(tune_batch_size, "attempt_size", attempt)
+    monkeypatch.setattr(tune, "attempt_size", attempt)
     assert main(["tune", "batch_size", "+recipe=line", "tune.multiple_of=1", "tune.memory=1GiB"]) == 0
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "32-true 10 110 10 MiB" in out

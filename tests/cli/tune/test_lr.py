@@ -8,7 +8,7 @@ import pytest
 from tests.cli.tune.test_lr_suggestion import RATES, sigmoid
 from trainer.cli import main, tune
 from trainer.cli.parsing import read
-from trainer.cli.tune.lr import report
+from trainer.cli.tune import report_lr
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def message(points, **changes):
 
 
 def test_suggestion(config, tmp_path, capsys):
-    assert report(message(sigmoid(1e-3)), *config, tmp_path) == 0
+    assert report_lr(message(sigmoid(1e-3)), *config, tmp_path) == 0
     result = json.loads((tmp_path / "tune.json").read_text())
     assert result["suggestion"] == pytest.approx(1e-3, rel=0.2)
     assert (result["key"], result["precision"]) == ("optimizer.lr", "16-mixed")
@@ -33,7 +33,7 @@ def test_suggestion(config, tmp_path, capsys):
 
 
 def test_no_suggestion(config, tmp_path, capsys):
-    assert report(message([], ended_by="overflows"), *config, tmp_path) == 1
+    assert report_lr(message([], ended_by="overflows"), *config, tmp_path) == 1
     out = capsys.readouterr().out
     assert "The test ended with overflows, after 0 rates" in out
     assert "No suggestion: the curve has only 0 points" in out

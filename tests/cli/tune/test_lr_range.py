@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support import loader_of, make_trainer
+from trainer.cli.tune import suggest
 from trainer.cli.tune.attempt import LearningRateSweep
-from trainer.cli.tune.lr import suggest
 from trainer.errors import ConfigurationError
 
 

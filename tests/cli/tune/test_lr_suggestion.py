@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from trainer.cli.tune.lr import suggest
+from trainer.cli.tune import suggest
 
 RATES = [1e-6 * 10 ** (7 * step / 99) for step in range(100)]
 

@@ -1,22 +1,19 @@
 """``trainer checks``: versions, devices, precisions and speed of this machine; data, layers and memory of a recipe.
 
-Each check is a function that adds to the :class:`Findings`: those in this module describe the machine, in one table,
-and `trainer.cli.checks.first_look.CHECKS_OF_RECIPE` are those of a recipe. torch is imported only when the command
-runs, because it may be broken.
+Each check is a function that adds to the :class:`Findings`: those in this module and in `precisions` describe the
+machine, in one table, and those of `first_look` a recipe. torch is imported only when the command runs, because it may
+be broken.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import trainer
 from trainer.cli import failure
@@ -29,13 +26,9 @@ from trainer.common.terminal import Table, print_line
 from trainer.errors import did_you_mean
 from trainer.record.provenance import version_of
 
-if TYPE_CHECKING:
-    import torch
-
 _PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "torchvision", "scikit-learn", "optuna")
 _RUNS = "outputs"  # the default folder of runs (conf/amp_trainer.yaml)
 _LOW_SPACE = 2**30  # bytes, of a disk and of shared memory
-_DTYPES = {"16": "float16", "bf16": "bfloat16"}
 
 
 class LoadedBatch(NamedTuple):
@@ -91,7 +84,7 @@ class Findings:
     """
 
     recipe: Recipe | None = None
-    devices: list[torch.device] = field(default_factory=list)
+    devices: list[Any] = field(default_factory=list)
     facts: dict[str, Any] = field(
         default_factory=lambda: {"machine": {}, "problems": [], "remarks": [], "verdict": None}
     )
@@ -144,14 +137,15 @@ def command(arguments: Arguments) -> int:
         name, words = config.hydra.runtime.choices.get("recipe") or "unnamed", list(arguments.overrides)
         found.recipe = Recipe(name, plain(config, Path("outputs")), words=words)
     check_versions(found)
-    if found.recipe is None:
-        check_speed(found)
-        check_host(found)
-    elif found.devices:  # otherwise torch is broken
-        from trainer.cli.checks.first_look import CHECKS_OF_RECIPE
+    if found.devices:  # otherwise torch is broken
+        from trainer.cli.checks import first_look, precisions
 
-        for check in CHECKS_OF_RECIPE:
-            check(found, found.recipe)
+        if found.recipe is None:
+            precisions.check_speed(found)
+        else:
+            first_look.check_recipe(found, found.recipe)
+    if found.recipe is None:
+        check_host(found)
     if arguments.words:
         print(json.dumps(found.facts, indent=2))
     else:
@@ -161,13 +155,17 @@ def command(arguments: Arguments) -> int:
 
 def check_versions(found: Findings) -> None:
     """List the installed versions and the devices, and check that torch can be imported."""
-    versions = {"trainer": trainer.__version__, "python": platform.python_version(), "system": platform.platform()}
-    versions |= {name: version for name in _PACKAGES if (version := version_of(name))}
-    if driver := nvidia_driver():
-        versions["NVIDIA driver"] = driver
-    found.about("versions", versions)
+    versions: dict[str, str | None] = {
+        "trainer": trainer.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    versions |= {name: version_of(name) for name in _PACKAGES} | {"NVIDIA driver": (driver := nvidia_driver())}
+    found.about("versions", {name: version for name, version in versions.items() if version})
     try:
         import torch
+
+        from trainer.cli.checks import precisions
     except Exception as error:
         found.problem(f"torch cannot be imported: {type(error).__name__}: {failure.one_line(error)}")
         found.facts["verdict"] = "No training is possible before `pip install --force-reinstall torch`."
@@ -177,46 +175,12 @@ def check_versions(found: Findings) -> None:
     found.facts["machine"]["versions"]["torch"] = f"{torch.__version__} ({build})"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found.devices = devices()
+        found.devices = precisions.devices()
     found.facts["remarks"] += [" ".join(str(warning.message).split()) for warning in warned]
     if driver and found.devices[0].type == "cpu":
         reason = "torch was built without CUDA" if cuda is None else "torch finds no GPU that it can use"
         found.remark(f"There is an NVIDIA driver, but {reason}.")
-    found.about("devices", {str(device): _describe(device) for device in found.devices})
-
-
-def check_speed(found: Findings) -> None:
-    """List the support of each precision, measure the speed of the first device, and recommend a precision."""
-    if not found.devices:
-        return
-    import torch
-
-    from trainer.cli.checks.precisions import PRECISIONS, measure, precision_support
-    from trainer.precision import cpu_fp16
-
-    for name, device in {_name(device): device for device in found.devices}.items():
-        found.about(f"precisions on {name}", {one: precision_support(one, device) for one in PRECISIONS})
-    device, cores = found.devices[0], machine.cores().usable
-    rates = measure(device)
-    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0  # not on Windows
-    if is_busy := device.type == "cpu" and load > cores:
-        found.remark(f"The speeds are not reliable: the load is {load:.1f} on {cores} cores. Measure again later.")
-    found.facts["verdict"] = verdict(device, {} if is_busy else rates)
-    threads = torch.get_num_threads()
-    on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
-    texts = {
-        name: ", ".join(f"{rate / 1e9:,.1f} GFLOP/s in {operation}" for operation, rate in row.items())
-        for name, row in rates.items()
-    }
-    found.about(f"speed of {_name(device)}{on_cpu}", texts)
-    if device.type == "cpu":
-        ratios = {family: cpu_fp16.measured_ratio(family) for family in cpu_fp16.FAMILIES}
-        kernels = cpu_fp16.kernel_facts(cpu_fp16.slow_families(), ratios).items()
-        times = {
-            name: "no kernel of torch's" if one["ratio"] is None else f"torch's take {one['ratio']:.1f}x the time"
-            for name, one in kernels
-        }
-        found.about("float16 kernels", {name: f"{one['kernels']}: {times[name]}" for name, one in kernels})
+    found.about("devices", {str(device): precisions.describe(device) for device in found.devices})
 
 
 def check_host(found: Findings) -> None:
@@ -245,69 +209,9 @@ def check_host(found: Findings) -> None:
     found.about("host", host)
 
 
-def devices() -> list[torch.device]:
-    """Return the devices that a Trainer can use; the first is the choice of ``accelerator=auto``."""
-    import torch
-
-    found = [torch.device("mps")] if torch.backends.mps.is_available() else []
-    found += [torch.device("cuda", index) for index in range(torch.cuda.device_count() * torch.cuda.is_available())]
-    return [*found, torch.device("cpu")]
-
-
-def verdict(device: torch.device, rates: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a recommendation for ``device``: the choice of ``precision=auto``, or 32 if it was slower on average.
-
-    Args:
-        device: the device.
-        rates: measured speeds by dtype and operation; empty if they are not reliable.
-    """
-    from trainer.precision import AutoPrecision
-
-    choice, reason = AutoPrecision().choose(device)
-    name = choice.name.removesuffix("-true")
-    if name == "32":
-        return f"Use precision=32 here: {reason}. precision=16-mixed shows problems of float16 here, too."
-    measured = rates.get(_DTYPES[name.partition("-")[0]], {})
-    ratios = {operation: rate / rates["float32"][operation] for operation, rate in measured.items()}
-    text = " and ".join(f"{ratio:.1f}x in {operation}" for operation, ratio in ratios.items())
-    if ratios and prod(ratios.values()) < 1:
-        return (
-            f"Use precision=32 here: precision=auto takes {name}, because {reason}, but it was measured to be slower"
-            f" than float32 on average: {text}."
-        )
-    return f"Use precision={name} here: {reason}{f'; measured {text} against float32' if text else ''}."
-
-
-def _describe(device: torch.device) -> str:
-    import torch
-
-    from trainer.cli.checks.precisions import instructions
-
-    memory, detail = machine.memory().total, "shares the host's memory"
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        detail = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
-    elif device.type == "cpu":
-        detail = f"16-bit instructions: {', '.join(instructions()) or 'none that torch uses'}"
-    return f"{_name(device)}, {readable(memory)}, {detail}"
-
-
-def _name(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return machine.cpu_name() if device.type == "cpu" else platform.processor()
-
-
 def nvidia_driver() -> str | None:
     """Return the version of NVIDIA's driver from ``nvidia-smi``, or None."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.strip().partition("\n")[0] or None
+    return next(iter(machine.nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
 
 
 def show(found: Findings) -> None:

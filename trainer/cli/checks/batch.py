@@ -9,6 +9,7 @@ import reprlib
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ _IGNORED = (-100, -1)
 
 
 def draw(recipe: Recipe) -> LoadedBatch:
-    """Build the data of a recipe and load batches. Sets ``recipe.data`` and ``recipe.loaded``.
+    """Build the data of a recipe, set ``recipe.data``, and load batches.
 
     Raises:
         UsageError: if the config cannot be built, or there is no training data or no batch.
@@ -53,8 +54,7 @@ def draw(recipe: Recipe) -> LoadedBatch:
     loader = recipe.data.train_dataloader()
     if not hasattr(loader, "__iter__"):
         raise UsageError(f"train_dataloader of {name} returns {arguments.describe(loader)}, expected a DataLoader.")
-    recipe.loaded = load(loader)
-    return recipe.loaded
+    return load(loader)
 
 
 def load(
@@ -74,30 +74,24 @@ def load(
         UsageError: if there is no batch.
     """
     combined = CombinedLoader(loader)
-    workers = [getattr(one, "num_workers", None) for one in combined.flattened]
-    ahead = [getattr(one, "prefetch_factor", None) or 0 for one in combined.flattened]
-    ready = max((number or 0) * factor for number, factor in zip(workers, ahead, strict=True))
-    begun = clock()
+    loaders = combined.flattened
+    ready = max(getattr(one, "num_workers", 0) * (getattr(one, "prefetch_factor", 0) or 0) for one in loaders)
+    marks = [clock()]
     batches = (batch for batch, *_ in combined)
-    try:
-        batch = next(batches)
-    except StopIteration:
-        raise UsageError(
-            "Got 0 batches from the training data, expected at least one. Check that the dataset is not empty and, with"
-            " drop_last=True, not smaller than a batch."
-        ) from None
-    first = clock() - begun
-    drawn, marks = 0, [clock()]
-    for _ in batches:
-        drawn += 1
+    if (first := next(batches, None)) is None:
+        advice = "Check that the dataset is not empty and, with drop_last=True, not smaller than a batch."
+        raise UsageError(f"Got 0 batches from the training data, expected at least one. {advice}")
+    marks.append(clock())
+    for _ in islice(batches, most):
         marks.append(clock())
-        if drawn >= most or marks[-1] - marks[0] > seconds:
+        if marks[-1] - marks[1] > seconds:
             break
-    skipped = min(ready, drawn // 2)
-    timed = drawn - skipped
-    known = [number for number in workers if number is not None]
-    each_took = (marks[-1] - marks[skipped]) / timed if timed else None
-    return LoadedBatch(batch, first, each_took, timed, max(known) if known else None)
+    start, *ends = marks[1:]
+    skipped = min(ready, len(ends) // 2)
+    timed = len(ends) - skipped
+    each_took = (marks[-1] - marks[1 + skipped]) / timed if timed else None
+    workers = [loader.num_workers for loader in loaders if hasattr(loader, "num_workers")]
+    return LoadedBatch(first, start - marks[0], each_took, timed, max(workers, default=None))
 
 
 class Entry(NamedTuple):
@@ -127,20 +121,20 @@ def describe(batch: Any) -> list[Entry]:
 
 def suspicious(batch: Any) -> list[str]:
     """Return sentences about suspicious values in a batch."""
-    found = []
     tensors = _strided(batch)
+    if not tensors:
+        return ["The batch has no tensor. Convert its items to tensors in a collate_fn or in training_step."]
+    sentences = []
     for name, tensor in tensors:
         if count := _not_finite(tensor):
-            found.append(f"{name} has {count} among {tensor.numel():,} elements.")
+            sentences.append(f"{name} has {count} among {tensor.numel():,} elements.")
         if tensor.numel() > 1 and tensor.dtype is not torch.bool and bool((tensor == tensor.flatten()[0]).all()):
             value = _number(tensor.flatten()[0].item())
             if _is_labels(tensor):
-                found.append(f"All labels in {name} are {value}. Check that the training data is shuffled.")
+                sentences.append(f"All labels in {name} are {value}. Check that the training data is shuffled.")
             elif tensor.is_floating_point():
-                found.append(f"All elements of {name} are {value}, so the model cannot learn from it.")
-    if not tensors:
-        found.append("The batch has no tensor. Convert its items to tensors in a collate_fn or in training_step.")
-    return found
+                sentences.append(f"All elements of {name} are {value}, so the model cannot learn from it.")
+    return sentences
 
 
 def labels_out_of_range(batch: Any, classes: int | None) -> str:
@@ -155,20 +149,16 @@ def labels_out_of_range(batch: Any, classes: int | None) -> str:
         return ""
     name, tensor = labels[0]
     seen = [label for label in torch.unique(tensor).tolist() if label not in _IGNORED and not 0 <= label < classes]
-    if not seen:
-        return ""
-    return (
-        f"{name} has the label{'s' * (len(seen) > 1)} {join_first(seen, 5)}, expected labels from 0 to {classes - 1},"
-        f" because the model has {classes} classes."
-    )
+    expected = f"expected labels from 0 to {classes - 1}, because the model has {classes} classes"
+    return f"{name} has the label{'s' * (len(seen) > 1)} {join_first(seen, 5)}, {expected}." if seen else ""
 
 
 def classes_of(module: nn.Module) -> int | None:
     """Return ``num_classes`` of the module, its parts, metrics and hyperparameters; None if missing or ambiguous."""
-    named = [getattr(part, "num_classes", None) for part in module.modules()]
+    named = [getattr(submodule, "num_classes", None) for submodule in module.modules()]
     named.append(getattr(module, "hparams", {}).get("num_classes"))
-    found = {number for number in named if isinstance(number, int) and not isinstance(number, bool) and number > 1}
-    return found.pop() if len(found) == 1 else None
+    numbers = {number for number in named if isinstance(number, int) and number > 1}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def images_in(batch: Any) -> Tensor | None:

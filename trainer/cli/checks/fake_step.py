@@ -168,17 +168,14 @@ def _optimizers(module: Any) -> list[Optimizer]:
         **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank"), 0),
         **dict.fromkeys(("max_epochs", "world_size", "accumulate_grad_batches"), 1),
         **dict.fromkeys(("estimated_stepping_batches", "num_training_batches"), 1000),
+        **dict.fromkeys(("is_global_zero", "training"), True),
+        **dict.fromkeys(("logger", "progress_bar_callback")),
         max_steps=-1,
-        is_global_zero=True,
-        training=True,
         sanity_checking=False,
-        logger=None,
         loggers=[],
-        progress_bar_callback=None,
         callback_metrics={},
     )
-    made = module.configure_optimizers()
-    optimizers = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Optimizer)]
+    optimizers = [leaf for leaf in tree_leaves(module.configure_optimizers()) if isinstance(leaf, Optimizer)]
     for optimizer in schedule_free(optimizers):
         optimizer.train()
     for optimizer in optimizers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 
 from trainer.cli import failure
 from trainer.cli.checks import Findings, LoadedBatch, Recipe, batch, memory, steps
-from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale
+from trainer.cli.checks.steps import LARGEST, SCALE, Layer, Layers, largest_scale
+from trainer.cli.schema import read_settings
 from trainer.common import machine
 from trainer.common.machine import readable
 from trainer.common.terminal import command_line
-from trainer.data.samples import batch_size
 from trainer.errors import join_first
 
 _PICTURES = Path("outputs", "checks")
@@ -25,11 +25,11 @@ _MAX_LAYERS = 3  # largest number of layers in a sentence
 _NEGLIGIBLE_SHARE = 0.05  # a smaller share of time spent waiting for data is negligible
 
 
-def check_batch(found: Findings, recipe: Recipe) -> None:
-    """Describe a batch of the recipe's training data."""
-    memory.read(recipe)  # raises before anything is run
+def check_recipe(found: Findings, recipe: Recipe) -> None:
+    """Check a batch of the training data, the memory of a step, and some steps."""
+    settings = read_settings(memory.Settings, "checks", recipe.settings["checks"])  # raises before anything is run
     with steps.undisturbed(found.devices[0]):
-        loaded = batch.draw(recipe)
+        loaded = recipe.loaded = batch.draw(recipe)
     entries = [entry._asdict() for entry in batch.describe(loaded.batch)]
     picture = _PICTURES / f"{recipe.name.replace('/', '_')}.png"
     title = "A batch of the training data"
@@ -40,27 +40,28 @@ def check_batch(found: Findings, recipe: Recipe) -> None:
         found.remark(f"The images of the batch were not written to {picture}: {error.strerror or error}.")
     found.add("batch", title, {name.replace("_", " "): itemgetter(name) for name in batch.Entry._fields}, entries)
     found.facts["remarks"] += batch.suspicious(loaded.batch)
+    memory.check_memory(found, recipe, settings)
+    check_steps(found, recipe, settings.steps)
 
 
-def check_steps(found: Findings, recipe: Recipe) -> None:
+def check_steps(found: Findings, recipe: Recipe, is_enabled: bool) -> None:
     """Measure the layers in one step, predict their values in float16, and compare the times of loading and a step."""
-    assert recipe.loaded is not None
     device = found.devices[-1 if recipe.settings["trainer"]["accelerator"] == "cpu" else 0]
-    part, reason = None, "No step was run: checks.steps=false."
-    if memory.read(recipe).steps:
+    samples, reason = None, "No step was run: checks.steps=false."
+    if is_enabled:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.memory().usable
-        part, reason = steps.part_for(recipe, device, free or 2**63)
+        samples, reason = steps.part_for(recipe, device, free or 2**63)
     if reason:
         found.remark(reason)
     step = None
-    if part is not None:
-        seen = Layers(part)
+    if samples is not None:
+        seen = Layers(samples)
         try:
             with steps.undisturbed(device):
                 # in float32, because float16 could overflow
-                steps.fit(recipe, part, seen, precision={"_target_": "trainer.precision.FullPrecision"})
+                steps.fit(recipe, samples, seen, precision={"_target_": "trainer.precision.FullPrecision"})
                 if not seen.labels:
-                    step = steps.time_step(found, recipe, part, batch_size(recipe.loaded.batch))
+                    step = steps.time_step(found, recipe, samples)
         except Exception as error:
             message = failure.printable(failure.one_line(error))
             raised = f" Raised in {place}" if (place := failure.user_line(error)) else ""
@@ -68,9 +69,6 @@ def check_steps(found: Findings, recipe: Recipe) -> None:
         else:
             _report_layers(found, seen)
     _report_loading(found, recipe, step)
-
-
-CHECKS_OF_RECIPE: tuple[Callable[[Findings, Recipe], None], ...] = (check_batch, memory.check_memory, check_steps)
 
 
 _COLUMNS: dict[str, Callable[[Any], str]] = {
@@ -89,59 +87,56 @@ def _report_layers(found: Findings, seen: Layers) -> None:
         found.problem(seen.labels)
         return
     largest = sorted(seen.layers, key=lambda layer: (layer.largest, layer.share), reverse=True)[:_ROWS]
-    count = f"{len(largest)} of {len(seen.layers)} layers" if len(largest) < len(seen.layers) else "The layers"
-    frozen = f", {seen.trained:,} trained" if seen.trained < seen.parameters else ""
     loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
-    title = f"{count}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
-    rows = [vars(layer) | {"share": layer.share} for layer in seen.layers]
-    shown = [row for row, layer in zip(rows, seen.layers, strict=True) if layer in largest]
-    found.add("layers", title, _COLUMNS, shown)
-    found.facts |= {"layers": rows, "loss": seen.loss if seen.loss is None or math.isfinite(seen.loss) else None}
-    if seen.loss is not None and not math.isfinite(seen.loss):  # JSON has no NaN
+    parameters = f"{seen.parameters:,} parameters, {seen.trained:,} trained{loss}"
+    title = f"{len(largest)} of {len(seen.layers)} layers, in float32: {parameters}"
+    rows = {layer.name: vars(layer) | {"share": layer.share} for layer in seen.layers}
+    found.add("layers", title, _COLUMNS, [rows[layer.name] for layer in seen.layers if layer in largest])
+    found.facts |= {"layers": list(rows.values()), "loss": seen.loss}
+    if seen.loss is not None and not math.isfinite(seen.loss):
+        found.facts["loss"] = None  # JSON has no NaN
         found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
-    broken = [layer for layer in seen.layers if layer.not_finite]
-    if broken:
+    if broken := [layer for layer in seen.layers if layer.not_finite]:
         found.problem(f"In float32, values are not finite in {join_first(map(_name, broken), _MAX_LAYERS)}.")
+    elif seen.layers:
+        found.remark(describe_float16(seen.layers))
     if seen.without_gradient:
         names = join_first(seen.without_gradient, _MAX_LAYERS)
         found.remark(f"{len(seen.without_gradient)} parameters that require gradients get none: {names}.")
-    if seen.layers and not broken:
-        found.remark(describe_float16(seen.layers))
 
 
 def describe_float16(layers: list[Layer]) -> str:
     """Return a prediction about these layers in float16."""
-    high, steep = max(layers, key=lambda one: one.activation), max(layers, key=lambda one: one.gradient or 0.0)
-    overflowing = sorted((one for one in layers if one.largest > LARGEST), key=lambda one: one.largest, reverse=True)
+    high, steep = max(layers, key=attrgetter("activation")), max(layers, key=lambda layer: layer.gradient or 0.0)
+    by_size = sorted(layers, key=attrgetter("largest"), reverse=True)
+    overflowing = [layer for layer in by_size if layer.largest > LARGEST]
     scale = largest_scale(layers)
     nonzero = sum(layer.nonzero for layer in layers) or 1
     lost = sum(layer.vanishing for layer in layers) / nonzero
     lost_scaled = sum(layer.vanishing_scaled for layer in layers) / nonzero
     gradient = f" and the largest gradient {_number(steep.gradient)} in {_name(steep)}" if steep.gradient else ""
-    sentences = [
+    text = (
         f"This batch fits into float16 (largest number {LARGEST:,.0f}): the largest activation is"
         f" {_number(high.activation)} in {_name(high)}{gradient}."
-    ]
+    )
     if overflowing:
         names = ",".join(layer.name for layer in overflowing[:_MAX_LAYERS] if layer.name)
         modules = f"precision.fp32_modules=[{names}] to run these in float32, or " if names else ""
-        sentences = [
+        text = (
             f"float16 overflows in {join_first(map(_name, overflowing), _MAX_LAYERS)}: its largest number is"
             f" {LARGEST:,.0f}, and values reach {_number(overflowing[0].largest)}. Use {modules}bf16-mixed, which has"
             " float32's range."
-        ]
+        )
     if lost:
-        worst = max(layers, key=lambda layer: layer.share)
-        sentences.append(
-            f"Without a loss scale, {_percent(lost)} of the gradients underflow (below 6e-8; {_percent(worst.share)} in"
-            f" {_name(worst)}); with a scale of {SCALE:,.0f}, {_percent(lost_scaled)}."
+        worst = max(layers, key=attrgetter("share"))
+        text += (
+            f" Without a loss scale, {_percent(lost)} of the gradients underflow (below 6e-8;"
+            f" {_percent(worst.share)} in {_name(worst)}); with a scale of {SCALE:,.0f}, {_percent(lost_scaled)}."
         )
     if scale is not None and scale < SCALE:
-        sentences.append(
-            f"With 16-mixed's initial loss scale of {SCALE:,.0f}, gradients overflow: steps are skipped until the"
-            f" scale is about {scale:,.4g}."
-        )
-    return " ".join([*sentences, "This was measured on one batch with the initial weights."])
+        start = f"With 16-mixed's initial loss scale of {SCALE:,.0f}, gradients overflow"
+        text += f" {start}: steps are skipped until the scale is about {scale:,.4g}."
+    return f"{text} This was measured on one batch with the initial weights."
 
 
 def _report_loading(found: Findings, recipe: Recipe, step: dict[str, Any] | None) -> None:
@@ -157,8 +152,8 @@ def _report_loading(found: Findings, recipe: Recipe, step: dict[str, Any] | None
         "about": itemgetter("about"),
     }
     found.add("loading", "Measured time of loading and of a training step", columns, rows)
-    gpus = sum(device.type == "cuda" for device in found.devices)
     if step is not None and loaded.seconds is not None:
+        gpus = sum(device.type == "cuda" for device in found.devices)
         found.remark(bottleneck(recipe, loaded, step["seconds"], gpus))
 
 
@@ -178,10 +173,8 @@ def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: float, gpus: int) -> s
     if not overlaps and (workers := machine.suggested_workers(machine.cores().usable, gpus)):
         plus = "" if "num_workers" in (recipe.settings["data"] or {}) else "+"
         return f"{waits} Try {plus}data.num_workers={workers}: workers load batches during a step."
-    return (
-        f"{waits} More workers help only if there are free cores. Make samples cheaper: decode and resize the data once"
-        " in advance, use smaller files, or transform whole batches."
-    )
+    cheaper = "decode and resize the data in advance, use smaller files, or transform whole batches"
+    return f"{waits} More workers help only if there are free cores. Make samples cheaper: {cheaper}."
 
 
 def _name(layer: Layer) -> str:

@@ -19,7 +19,7 @@ from trainer.cli.checks.fake_step import Memory, look, measure
 from trainer.cli.checks.steps import undisturbed
 from trainer.cli.fused import fusing
 from trainer.cli.parsing import COMPARED_PRECISIONS, UsageError
-from trainer.cli.schema import read_settings, setting
+from trainer.cli.schema import setting
 from trainer.cli.targets import Allowlist
 from trainer.cli.tune import SIZE, bytes_in
 from trainer.common.machine import readable
@@ -33,11 +33,16 @@ OVERHEAD = 2**30
 """Bytes reserved for memory outside of tensors: CUDA's context, workspaces of its libraries, fragmentation."""
 
 _ASSUMED_DEVICES = 8
+_LINES: dict[str, Callable[[Any], str]] = {
+    "line": lambda line: f"{Path(line['file']).name}:{line['line']}",
+    "code": itemgetter("code"),
+    "instead": itemgetter("instead"),
+}
 _STRATEGIES = {"single": "one device", "ddp": "trainer=ddp", "fsdp": "trainer=fsdp"}
 _COLUMNS: dict[str, Callable[[Any], str]] = {
-    "strategy": lambda need: need["strategy"],
+    "strategy": itemgetter("strategy"),
     "devices": lambda need: str(need["devices"]),
-    "precision": lambda need: need["precision"],
+    "precision": itemgetter("precision"),
     "peak of a step": lambda need: readable(need["peak"]),
     "after it": lambda need: readable(need["after"]),
     "fits": lambda need: {True: "yes", False: "no", None: "-"}[need["fits"]],
@@ -53,24 +58,14 @@ class Settings:
     steps: bool = setting(True, *SWITCH)
 
 
-def read(recipe: Recipe) -> Settings:
-    """Return the settings of ``checks``.
-
-    Raises:
-        UsageError: if a setting does not exist or is invalid.
-    """
-    return read_settings(Settings, "checks", recipe.settings["checks"])
-
-
-def check_memory(found: Findings, recipe: Recipe) -> None:
+def check_memory(found: Findings, recipe: Recipe, settings: Settings) -> None:
     """Predict the memory that the training of a recipe takes on each device, and which strategy fits.
 
     Sets ``recipe.peak`` and ``recipe.operations``. The other checks still run if the step cannot run on fake tensors.
 
     Raises:
-        UsageError: if the config cannot be built, or a setting of ``checks`` is invalid.
+        UsageError: if the config cannot be built.
     """
-    settings = read(recipe)
     gpus = [device for device in found.devices if device.type == "cuda"]
     memory = bytes_in(settings.gpu_memory)
     if memory is None and gpus:
@@ -87,32 +82,21 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     except UsageError:
         raise
     except Exception as error:
-        lines = "".join(f" It reads values in {line}." for line in format_synchronizations(reads.values()))
+        places = "".join(f" It reads values in {line}." for line in format_synchronizations(reads.values()))
         found.problem(
             f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. On tensors"
             " without values, a step must not depend on values (x[mask], mask.nonzero()) or use manual optimization."
-            f" `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory instead.{lines}"
+            f" `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory instead.{places}"
         )
         return
-    found.remark(
-        "The memory is predicted for a step with the first training batch on a GPU. DDP keeps a copy of the"
-        " gradients in its buckets; FSDP shards the members of ModuleLists and Sequentials."
-    )
+    found.remark("The memory is predicted for a step with the first training batch on a GPU.")
     for need in needs:
         need["fits"] = None if memory is None else need["peak"] + OVERHEAD <= memory
     recipe.peak = needs[0]["peak"]
     found.facts["verdict"] = verdict(memory, [need for need in needs if need["precision"] == needs[0]["precision"]])
     found.add("memory", f"Memory on each device, for {parameters:,} parameters and this batch", _COLUMNS, needs)
-    found.add(
-        "synchronizations",
-        "Host-device synchronizations in each step on a GPU",
-        {
-            "line": lambda one: f"{Path(one['file']).name}:{one['line']}",
-            "code": lambda one: one["code"],
-            "instead": lambda one: one["instead"],
-        },
-        [vars(line) | {"instead": line.instead} for line in reads.values()],
-    )
+    lines = [vars(line) | {"instead": line.instead} for line in reads.values()]
+    found.add("synchronizations", "Host-device synchronizations in each step on a GPU", _LINES, lines)
 
 
 def verdict(memory: int | None, needs: list[dict[str, Any]]) -> str:
@@ -120,13 +104,10 @@ def verdict(memory: int | None, needs: list[dict[str, Any]]) -> str:
     if memory is None:
         return "To check which strategies fit, set the memory of a device: checks.gpu_memory=80GiB."
     size = f"{readable(memory)} (with {readable(OVERHEAD)} reserved for CUDA)"
-    fitting = ", ".join(_STRATEGIES[need["strategy"]] for need in needs if need["fits"])
-    if fitting:
+    if fitting := ", ".join(_STRATEGIES[need["strategy"]] for need in needs if need["fits"]):
         return f"Fits into {size}: {fitting}."
-    smaller = (
-        "a smaller data.batch_size, callbacks=activation_checkpointing, precision=bf16-mixed, or checks.devices=64"
-    )
-    return f"No strategy fits into {size}. Try {smaller}."
+    smaller = "data.batch_size, callbacks=activation_checkpointing, precision=bf16-mixed, or checks.devices=64"
+    return f"No strategy fits into {size}. Try a smaller {smaller}."
 
 
 def _measure(
@@ -141,28 +122,28 @@ def _measure(
     assert recipe.loaded is not None
     batch = recipe.loaded.batch
     allowlist = Allowlist.of(settings)
-    trainer_class = allowlist.locate(settings["trainer"]["_target_"], "trainer")
     precision = make(settings["precision"], "precision", allowlist).for_device(device)
     nodes = (settings["callbacks"] or {}).items()
     modules = []
 
-    def made(name: str) -> list[Any]:
+    def callbacks(name: str) -> list[Any]:
         chosen = [(key, node) for key, node in nodes if node and str(node.get("_target_", "")).endswith(f".{name}")]
         return [make(node, f"callbacks.{key}", allowlist) for key, node in chosen]
 
     def prepare(module: Any) -> None:
         modules.append(module)
-        for checkpointing in made("ActivationCheckpointing"):
+        for checkpointing in callbacks("ActivationCheckpointing"):
             checkpointing.on_fit_start(None, module)
             checkpointing.on_train_start(None, module)
 
-    fuse = fusing(trainer_class, "cpu")  # the device of the fake tensors
+    fuse = fusing(allowlist.locate(settings["trainer"]["_target_"], "trainer"), "cpu")  # the device of the fake tensors
     build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist, fuse)
     with FlopCounter() as counter:
         ops = look(build, batch, precision, reads)
     recipe.operations = counter.total
     single = measure(build, batch, precision, prepare, None)
-    gradients = sum(one.numel() * one.element_size() for one in modules[0].parameters() if one.requires_grad)
+    parameters = list(modules[0].parameters())
+    gradients = sum(weight.numel() * weight.element_size() for weight in parameters if weight.requires_grad)
     sizes = [("single", 1, precision.name, single)]
     for name in COMPARED_PRECISIONS:
         if name != precision.name:
@@ -170,9 +151,8 @@ def _measure(
     sizes.append(("ddp", number, precision.name, Memory(single.peak + gradients, single.after + gradients)))
     if sharding.IS_SUPPORTED:
         sizes.append(("fsdp", number, precision.name, measure(build, batch, precision, prepare, number)))
-    missed = dict(
-        fast_settings.missing_settings(modules[0], next(iter(made("FastSettings")), None), precision=precision.name)
-    )
+    chosen = next(iter(callbacks("FastSettings")), None)
+    missed = dict(fast_settings.missing_settings(modules[0], chosen, precision=precision.name))
     if settings["trainer"].get("benchmark") or settings["trainer"].get("deterministic"):
         missed.pop("cudnn.benchmark", None)
     found.facts["missed"] = missed
@@ -185,8 +165,7 @@ def _measure(
         found.add("autocast_ops", "Operations that autocast runs in another dtype on CUDA", columns, rows)
         if rows:
             found.remark("precision.autocast_ops=cuda runs all operations in the dtypes of CUDA autocast here.")
-    parameters = sum(one.numel() for one in modules[0].parameters())
-    return parameters, [
+    return sum(weight.numel() for weight in parameters), [
         {"strategy": strategy, "devices": devices, "precision": name, **size._asdict()}
         for strategy, devices, name, size in sizes
     ]

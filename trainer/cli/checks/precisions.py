@@ -1,19 +1,25 @@
-"""The precisions of a device: the support for each, and the speed of each dtype, measured in about two seconds."""
+"""The devices of this machine: the support for each precision, and the speed of each dtype, measured in two seconds."""
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from math import prod
 
 import torch
 import torch.nn.functional as F
 
+from trainer.cli.checks import Findings
+from trainer.common import machine
+from trainer.common.machine import readable
 from trainer.errors import PrecisionError
-from trainer.precision import cpu_fp16
+from trainer.precision import AutoPrecision, cpu_fp16
 from trainer.precision.devices import CPU_BFLOAT16, cpu_instructions, native_bfloat16, synchronized_time, tensor_cores
 from trainer.precision.float8 import Float8Precision
 from trainer.precision.registry import PLUGINS, resolve_precision
@@ -25,7 +31,78 @@ PRECISIONS = tuple(sorted(PLUGINS.keys() - {"auto"}))
 
 _CPU_FLOAT16 = ("avx512_fp16", "amx_fp16", "sve", "fp16")
 
+_HALF_DTYPES = {"16": "float16", "bf16": "bfloat16"}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def check_speed(found: Findings) -> None:
+    """List the support of each precision, measure the speed of the first device, and recommend a precision."""
+    for title, device in {_name(device): device for device in found.devices}.items():
+        found.about(f"precisions on {title}", {name: precision_support(name, device) for name in PRECISIONS})
+    device, cores = found.devices[0], machine.cores().usable
+    rates = measure(device)
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0  # not on Windows
+    if is_busy := device.type == "cpu" and load > cores:
+        found.remark(f"The speeds are not reliable: the load is {load:.1f} on {cores} cores. Measure again later.")
+    found.facts["verdict"] = verdict(device, {} if is_busy else rates)
+    threads = torch.get_num_threads()
+    on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
+    texts = {
+        name: ", ".join(f"{rate / 1e9:,.1f} GFLOP/s in {operation}" for operation, rate in row.items())
+        for name, row in rates.items()
+    }
+    found.about(f"speed of {_name(device)}{on_cpu}", texts)
+    if device.type == "cpu":
+        ratios = {family: cpu_fp16.measured_ratio(family) for family in cpu_fp16.FAMILIES}
+        entries = {}
+        for name, fact in cpu_fp16.kernel_facts(cpu_fp16.slow_families(), ratios).items():
+            time_text = f"torch's take {fact['ratio']:.1f}x the time" if fact["ratio"] else "no kernel of torch's"
+            entries[name] = f"{fact['kernels']}: {time_text}"
+        found.about("float16 kernels", entries)
+
+
+def devices() -> list[torch.device]:
+    """Return the devices that a Trainer can use; the first is the choice of ``accelerator=auto``."""
+    listed = [torch.device("mps")] if torch.backends.mps.is_available() else []
+    listed += [torch.device("cuda", index) for index in range(torch.cuda.device_count() * torch.cuda.is_available())]
+    return [*listed, torch.device("cpu")]
+
+
+def verdict(device: torch.device, rates: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a recommendation for ``device``: the choice of ``precision=auto``, or 32 if it was slower on average.
+
+    Args:
+        device: the device.
+        rates: measured speeds by dtype and operation; empty if they are not reliable.
+    """
+    choice, reason = AutoPrecision().choose(device)
+    name = choice.name.removesuffix("-true")
+    if name == "32":
+        return f"Use precision=32 here: {reason}. precision=16-mixed shows problems of float16 here, too."
+    measured = rates.get(_HALF_DTYPES[name.partition("-")[0]], {})
+    ratios = {operation: rate / rates["float32"][operation] for operation, rate in measured.items()}
+    text = " and ".join(f"{ratio:.1f}x in {operation}" for operation, ratio in ratios.items())
+    if ratios and prod(ratios.values()) < 1:
+        slower = f"but it was measured to be slower than float32 on average: {text}"
+        return f"Use precision=32 here: precision=auto takes {name}, because {reason}, {slower}."
+    return f"Use precision={name} here: {reason}{f'; measured {text} against float32' if text else ''}."
+
+
+def describe(device: torch.device) -> str:
+    """Return the name, the memory and the hardware support of a device."""
+    memory, detail = machine.memory().total, "shares the host's memory"
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        detail = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+    elif device.type == "cpu":
+        detail = f"16-bit instructions: {', '.join(instructions()) or 'none that torch uses'}"
+    return f"{_name(device)}, {readable(memory)}, {detail}"
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return machine.cpu_name() if device.type == "cpu" else platform.processor()
 
 
 def precision_support(precision: str, device: torch.device) -> str:

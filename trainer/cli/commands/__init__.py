@@ -101,10 +101,8 @@ def find(name: str | None) -> Command | None:
         if entry.name == name:
             found = entry.load()
             if not isinstance(found, Command):
-                raise ConfigurationError(
-                    f"The entry point {entry.value} is a {type(found).__name__}, expected a"
-                    " trainer.cli.commands.Command."
-                )
+                given = f"The entry point {entry.value} is a {type(found).__name__}"
+                raise ConfigurationError(f"{given}, expected a trainer.cli.commands.Command.")
             return found
     return None
 

@@ -14,7 +14,7 @@ COMMAND = Command(
     __doc__,
     group="Use a trained model",
     usage="FOLDER FILE",
-    function="trainer.cli.consolidate:command",
+    function="trainer.cli.export:convert",
     words=2,
     takes_files=True,
 )

@@ -13,7 +13,7 @@ COMMAND = Command(
     __doc__,
     group="Use a trained model",
     usage="FILE FOLDER",
-    function="trainer.cli.consolidate:command",
+    function="trainer.cli.export:convert",
     words=2,
     takes_files=True,
 )

@@ -69,8 +69,6 @@ def write_report(about: ReportSubject, out: Path) -> list[str]:
     try:
         write_text(out, text)  # replaces a link of that name
     except OSError as error:
-        folders = about.runs if about.kind == "runs" else [about.folder]
-        raise UsageError(
-            f"Cannot write {out}: {error.strerror}. Name another file: `{command_line('report', *folders, PAGE)}`."
-        ) from error
+        command = command_line("report", *(about.runs if about.kind == "runs" else [about.folder]), PAGE)
+        raise UsageError(f"Cannot write {out}: {error.strerror}. Name another file: `{command}`.") from error
     return left_out

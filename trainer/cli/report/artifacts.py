@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from trainer.common import redaction
 from trainer.record.run_record import RUN, RunRecord, changed
 
+_PLACES = ("", "*/", "*/*/")
+"""Folders below that of a run with files of it, such as ``test/DATE_TIME`` and ``lightning_logs/version_0``."""
 _DIAGNOSES = "diagnosis_step_*.md"
 _LOG_LINES = 400
 _LOG_BYTES = 200_000
@@ -39,15 +41,15 @@ class Diagnosis(NamedTuple):
 
 def diagnoses_of(run: RunRecord) -> list[Diagnosis]:
     """Return the diagnoses of a run, sorted by step, without files that are not readable or not diagnoses."""
-    patterns, found = (_DIAGNOSES, f"*/{_DIAGNOSES}", f"lightning_logs/*/{_DIAGNOSES}"), list[Diagnosis]()
-    for file in (file for pattern in patterns for file in run.folder.glob(pattern)):
+    diagnoses = []
+    for file in (file for place in _PLACES for file in run.folder.glob(f"{place}{_DIAGNOSES}")):
         number = re.fullmatch(r"diagnosis_step_(\d+)\.md", file.name)
         with suppress(OSError):
             title, _, text = run.inside(file).read_text(encoding="utf-8", errors="replace").partition("\n")
             if number is not None and title.startswith("# "):
                 verdict, _, rows = text.partition("\n| | |\n|---|---|\n")
-                found.append(Diagnosis(int(number[1]), title[2:], verdict.strip(), rows.strip()))
-    return sorted(found, key=lambda report: report.step)
+                diagnoses.append(Diagnosis(int(number[1]), title[2:], verdict.strip(), rows.strip()))
+    return sorted(diagnoses, key=lambda report: report.step)
 
 
 def log_of(run: RunRecord) -> list[str]:
@@ -65,8 +67,8 @@ def log_of(run: RunRecord) -> list[str]:
 def warnings_in(log: Iterable[str]) -> list[str]:
     """Return the warnings and errors in a log, without the time in front."""
     marks = ("[WARNING] - ", "[ERROR] - ", "[CRITICAL] - ")
-    found = dict.fromkeys(line.partition(mark)[2] for line in log for mark in marks if mark in line)
-    return [text for text in found if text != "The run failed."]  # the page shows the error itself
+    texts = dict.fromkeys(line.partition(mark)[2] for line in log for mark in marks if mark in line)
+    return [text for text in texts if text != "The run failed."]  # the page shows the error itself
 
 
 class Picture(NamedTuple):
@@ -108,7 +110,7 @@ def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
 
     If folders below the run have results of several tests, only those of the newest test are used.
     """
-    drawn = {file for place in ("", "*/", "*/*/") for file in run.folder.glob(f"{place}figures/*")}
+    drawn = {file for place in _PLACES for file in run.folder.glob(f"{place}figures/*")}
     tests = {file.parents[1] for file in drawn if file.parents[1] != run.folder and (file.parents[1] / RUN).is_file()}
     older = sorted(tests, key=lambda folder: changed(folder / RUN))[:-1]
     files = sorted(file for file in drawn if file.parents[1] not in older)
@@ -141,18 +143,12 @@ def _matrix(name: str, content: Any) -> Matrix:
     size = len(counts)
     if {len(row) for row in counts} != {size}:
         raise ValueError("the counts are not a square matrix")
-    classes = [redaction.text(str(one)) for one in content.get("classes") or range(size)]
+    classes = [redaction.text(str(name)) for name in content.get("classes") or range(size)]
     if len(classes) != size:
         raise ValueError(f"got {len(classes)} names for {size} classes")
-    sums = [sum(row) for row in counts]
-    wrong = [sums[i] - counts[i][i] + sum(row[i] for row in counts) - counts[i][i] for i in range(size)]
+    sums, right = [sum(row) for row in counts], [counts[i][i] for i in range(size)]
+    wrong = [sums[i] + sum(row[i] for row in counts) - 2 * right[i] for i in range(size)]
     shown = sorted(sorted(range(size), key=lambda i: -wrong[i])[:_MOST_CLASSES])
-    return Matrix(
-        name,
-        [classes[i] for i in shown],
-        [[(counts[i][j], counts[i][j] / sums[i] if sums[i] else 0.0) for j in shown] for i in shown],
-        [counts[i][i] / sums[i] if sums[i] else None for i in shown],
-        sum(sums),
-        sum(counts[i][i] for i in range(size)),
-        size,
-    )
+    rows = [[(counts[i][j], counts[i][j] / sums[i] if sums[i] else 0.0) for j in shown] for i in shown]
+    recalls = [right[i] / sums[i] if sums[i] else None for i in shown]
+    return Matrix(name, [classes[i] for i in shown], rows, recalls, sum(sums), sum(right), size)

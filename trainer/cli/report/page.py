@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trainer.cli.help import versions
 from trainer.cli.report.artifacts import diagnoses_of, figures_of, log_of, warnings_in
 from trainer.cli.report.svg_charts import DrawnChart, draw
-from trainer.cli.walk import walk
+from trainer.cli.schema import walk
 from trainer.common import redaction
 from trainer.common.machine import readable
 from trainer.common.terminal import format_number, format_seconds, four_digits
@@ -39,12 +39,14 @@ def run_page(folder: Path) -> str:
     """Return the HTML of the report on the run in a folder."""
     run = load_run(folder)
     log = log_of(run)
+    started = _format_time(run.started) if run.started else None
+    facts = [("Precision", run.precision), ("Devices", run.devices), ("Seed", run.seed), ("Started", started)]
     return render(
         "run.html.jinja",
         run=run,
         title=run.name,
         tiles=tiles_of(run, run.objective),
-        facts=_facts(run),
+        facts=[fact for fact in facts if fact[1]],
         sections=draw_sections(sections_of(run), run.step or 0),
         settings=_settings(run),
         environment=environment_of(run),
@@ -60,13 +62,8 @@ def render(template: str, **context: Any) -> str:
     """Render a template, with the style, the script and the content security policy of the page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(_TEMPLATE), undefined=StrictUndefined, **options)
     environment.filters |= {"number": format_number, "when": _format_time}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     script = (_TEMPLATE / "page.js").read_text(encoding="utf-8").strip()
@@ -91,11 +88,10 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
     """
     trainer = run.config.get("trainer")
     total = trainer.get("max_epochs") if isinstance(trainer, dict) else None
-    tiles = [*_metric_tiles(run, goal)]
+    tiles = _metric_tiles(run, goal)
     if run.step is not None and run.command == "fit":
         of_total = f" of {total}" if isinstance(total, int) and total > 0 else ""
-        in_total = f"{total} epochs in total" if of_total else ""
-        epochs = f"{run.epochs}{of_total} epochs" if run.epochs is not None else in_total
+        epochs = "" if run.epochs is None else f"{run.epochs}{of_total} epochs"
         tiles.append(Tile("Optimizer steps", f"{run.step:,}", epochs))
         if run.skipped_steps is not None and (run.scale is not None or run.skipped_steps):
             share = f"{run.skipped_steps / run.step:.1%} of all steps" if run.step and run.skipped_steps else ""
@@ -131,12 +127,6 @@ def _metric_tiles(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
     return tiles
 
 
-def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    started = _format_time(run.started) if run.started else None
-    facts = [("Precision", run.precision), ("Devices", run.devices), ("Seed", run.seed), ("Started", started)]
-    return [(label, value) for label, value in facts if value and value != "None"]
-
-
 def note_of(run: RunRecord) -> str:
     """Return a sentence about a run without a final status; "" for other runs."""
     at = f"step {run.step:,}" if run.step is not None else "no step yet"
@@ -164,8 +154,7 @@ def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def environment_of(run: RunRecord) -> list[tuple[str, str]]:
     """Return labels and values: the command, the machine and the versions."""
-    found = run.environment
-    if not found:
+    if not (found := run.environment):
         return []
     git, memory, command = found.get("git") or {}, found.get("memory"), found.get("command")
     commit = f"{str(git.get('commit', ''))[:12]}{' with changes' if git.get('modified') else ''}".strip()

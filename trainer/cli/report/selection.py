@@ -65,20 +65,15 @@ def choose_subject(given: Sequence[str]) -> ReportSubject:
     if not given:
         found = [folder for top in _TOPS for folder in below(Path(top))]
         if not found:
-            raise UsageError(
-                "Got no folder, and there is no run in outputs/, multirun/ or lightning_logs/. Name the folder"
-                f" of a run, or train first: `{command_line('fit', '+recipe=NAME')}`."
-            )
+            train = command_line("fit", "+recipe=NAME")
+            raise UsageError(f"Got no folder, and there is no run in {', '.join(_TOPS)}. Train first: `{train}`.")
         fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
         folders = [max(fits or found, key=lambda folder: RunRecord({}, folder).changed)]
     for name in given:
         folders += (found := below(Path(name)))
         if not found:
-            problems.append(
-                f"{name} is not the folder of a run or a sweep: the folder of a run contains {RUN} or metrics.csv. In"
-                f" Python, Trainer(callbacks=[RunRecorder()]) writes {RUN}. Without a folder, report shows the newest"
-                " run."
-            )
+            expected = f"the folder of a run contains {RUN}, which RunRecorder writes, or metrics.csv"
+            problems.append(f"{name} is not the folder of a run or a sweep: {expected}.")
     folders = list({folder.resolve(): folder for folder in folders}.values())
     if not folders:
         raise UsageError("\n".join(problems))

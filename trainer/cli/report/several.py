@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.cli.parsing import UsageError
 from trainer.cli.report.artifacts import diagnoses_of, figures_of
-from trainer.cli.report.page import (
-    Tile,
-    draw_sections,
-    environment_of,
-    flat,
-    note_of,
-    render,
-    tiles_of,
-)  # fmt: skip
+from trainer.cli.report.page import Tile, draw_sections, environment_of, flat, note_of, render, tiles_of
 from trainer.cli.report.selection import ReportSubject
 from trainer.common import redaction
 from trainer.common.machine import readable
@@ -37,12 +29,14 @@ _ALWAYS_DIFFERENT = ("command", "directory", "SLURM_JOB_ID")
 """Facts that differ between any two runs."""
 
 
+Goal = tuple[str, str]
+"""A metric, and its better direction, ``"min"`` or ``"max"``."""
+
+
 def unreadable(folder: Path, error: Exception) -> str:
     """Return the message for a folder that raised one of `INVALID_RECORD_ERRORS` when it was read."""
-    return (
-        f"The files in {folder} have contents that no run writes ({type(error).__name__}: {error}). They were changed,"
-        " or are from another version."
-    )
+    reason = "They were changed, or are from another version."
+    return f"The files in {folder} have contents that no run writes ({type(error).__name__}: {error}). {reason}"
 
 
 class Difference(NamedTuple):
@@ -83,9 +77,10 @@ def several_page(about: ReportSubject) -> tuple[str, list[str]]:
     winner = None
     if folds is None and len(runs) > 1:
         winner = best_of([run for run in runs if run.completed or not is_sweep], goal)
-    jobs, header = _jobs(sweep, is_sweep, winner, goal, comparison)
+    jobs, header = _jobs(sweep, winner, goal, comparison, is_sweep=is_sweep)
     names = list(dict.fromkeys(run.name for run in runs))
     settings, elsewhere = ([], []) if is_sweep else _differences(runs)
+    charts = overlay(runs, [job["color"] for job in jobs], winner)
     text = render(
         "several.html.jinja",
         folder=about.folder if is_sweep or about.folder != Path() else "",
@@ -103,12 +98,8 @@ def several_page(about: ReportSubject) -> tuple[str, list[str]]:
         unset=[job for job in jobs if not is_sweep and not job["run"].config],
         left_out=[*about.left_out, *left_out],
         conditions=[str(line) for line in comparison.get("conditions", [])],
-        sections=draw_sections(
-            overlay(runs, [job["color"] for job in jobs], winner), max((run.step or 0 for run in runs), default=0)
-        ),
-        without_curves=[
-            job for job in jobs if not is_sweep and not any(part.charts for part in sections_of(job["run"]))
-        ],
+        sections=draw_sections(charts, max((run.step or 0 for run in runs), default=0)),
+        without_curves=[job for job in jobs if not (is_sweep or any(part.charts for part in sections_of(job["run"])))],
         environment=environment_of(runs[0]) if runs else [],
         colored=sum(job["color"] is not None for job in jobs),
     )
@@ -144,20 +135,13 @@ def _goal(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
 
 
 def _jobs(
-    sweep: Sweep,
-    is_sweep: bool,
-    winner: RunRecord | None,
-    goal: tuple[str, str] | None,
-    comparison: Mapping[str, Any],
+    sweep: Sweep, winner: RunRecord | None, goal: Goal | None, comparison: Mapping[str, Any], *, is_sweep: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of the table, and the header of its columns."""
     colors = _colors(sweep.runs, winner, goal)
     metrics = [name for name in sweep.metrics if goal is None or name != goal[0]]
-    verdicts = {
-        Path(str(compared.get("run_dir", ""))).name: compared.get("verdict")
-        for compared in comparison.get("runs", [])
-        if isinstance(compared, dict)
-    }
+    compared = [entry for entry in comparison.get("runs", []) if isinstance(entry, dict)]
+    verdicts = {Path(str(entry.get("run_dir", ""))).name: entry.get("verdict") for entry in compared}
     jobs, is_best = [], False
     for index, (run, color) in enumerate(zip(sweep.runs, colors, strict=True)):
         number = index + 1 if not is_sweep else run.folder.name if run.job is None else run.job
@@ -170,7 +154,7 @@ def _jobs(
             "-" if run.duration is None else format_seconds(run.duration),
             "-" if run.samples_per_second is None else four_digits(run.samples_per_second),
             "-" if run.peak_memory is None else readable(run.peak_memory),
-            "-" if run.skipped_steps is None else f"{run.skipped_steps:,}",
+            format_number(run.skipped_steps),
         ]
         jobs.append(
             {
@@ -196,13 +180,11 @@ def _differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], list[Diff
         else {}
         for run in runs
     ]
-    environments = [
-        {label: value for label, value in environment_of(run) if label not in _ALWAYS_DIFFERENT} for run in runs
-    ]
     chosen = {word.lstrip("+~").partition("=")[0] for run in runs for word in run.chosen}
     differing = _differing(settings, chosen)
-    differing.sort(key=lambda one: not (one.chosen or one.name in ("recipe", "precision")))
-    return differing, _differing(environments, set())
+    differing.sort(key=lambda setting: not (setting.chosen or setting.name in ("recipe", "precision")))
+    elsewhere = _differing([dict(environment_of(run)) for run in runs], set())
+    return differing, [fact for fact in elsewhere if fact.name not in _ALWAYS_DIFFERENT]
 
 
 def _differing(settings: Sequence[Mapping[str, str]], chosen: set[str]) -> list[Difference]:

@@ -71,16 +71,10 @@ def draw(chart: Chart, last_step: float = 0) -> DrawnChart:
         else:
             named = [(line, curve) for line, curve in plot(axes, chart, last_step) if not line.faint]
             shown = [line for line, _ in named]
-            points = [
-                {
-                    "name": line.label,
-                    "color": line.color,
-                    "x": [int(step) for step in curve.steps],
-                    "y": [_rounded(value) for value in curve.values],
-                    **({"steps": True} if line.steps else {}),
-                }
-                for line, curve in named
-            ]
+            points = []
+            for line, curve in named:
+                x, y = [int(step) for step in curve.steps], [_rounded(value) for value in curve.values]
+                points.append({"name": line.label, "color": line.color, "x": x, "y": y, "steps": line.steps})
             data = {"y": list(axes.get_ylim()), "log": axes.get_yscale() == "log", "lines": points}
         data |= {"box": _BOX, "x": list(axes.get_xlim())}
     legend = [(line.label, line.color, format_number(line.curve.last)) for line in shown]
@@ -130,25 +124,20 @@ def _draw_map(axes: Axes, chart: Chart, last_step: float) -> tuple[list[Line], d
     known = values[np.isfinite(values) & (values > 0)]
     high = float(known.max(initial=1e-300))
     low = max(float(known.min(initial=high)), high * _FAINTEST)
-    cells = np.where(np.isinf(values), 1000 * high, np.maximum(values, low))  # above the color scale
+    colored = np.where(np.isinf(values), 1000 * high, np.maximum(values, low))  # above the color scale
     colors = colormaps["viridis"].with_extremes(over=BAD)
     end, count = start + columns * width, len(lines)
     scale = LogNorm(low, max(high, 1.001 * low))
-    axes.imshow(cells, colors, scale, aspect="auto", interpolation="none", extent=(start, end, count, 0))
+    axes.imshow(colored, colors, scale, aspect="auto", interpolation="none", extent=(start, end, count, 0))
     axes.spines[:].set_visible(False)
     axes.tick_params(colors=INK, length=0, pad=5)
     axes.set_xlim(min(start, -0.015 * last_step), max(end, 1.015 * last_step))
     axes.set_yticks([0.5, count - 0.5], ["first", "last"])
     texts = {math.inf: "not finite"}
-    data = {
-        "names": [line.label for line in lines],
-        "steps": [round(start + (column + 0.5) * width) for column in range(columns)],
-        "from": start,
-        "width": width,
-        "values": [
-            [None if math.isnan(v) else texts.get(v, float(f"{v:.3g}")) for v in row] for row in values.tolist()
-        ],
-    }
+    centers = [round(start + (column + 0.5) * width) for column in range(columns)]
+    cells = [[None if math.isnan(v) else texts.get(v, float(f"{v:.3g}")) for v in row] for row in values.tolist()]
+    names = [line.label for line in lines]
+    data = {"names": names, "steps": centers, "from": start, "width": width, "values": cells}
     return lines, {"map": data}, (format_number(low), format_number(high))
 
 

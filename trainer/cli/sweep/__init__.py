@@ -9,17 +9,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from trainer.cli.workdir import path_override
+from trainer.common import terminal
 from trainer.common.files import from_here
-from trainer.common.terminal import (
-    Table,
-    command_line,
-    format_mebibytes,
-    format_number,
-    is_quiet,
-    markdown_table,
-    print_line,
-    shortened,
-)
+from trainer.common.terminal import Table, command_line, format_number, is_quiet, print_line
 from trainer.errors import counted
 from trainer.record.find_checkpoint import run_of
 from trainer.record.run_record import SUCCESSFUL, RunRecord
@@ -43,16 +35,12 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     sweep = load_sweep(folder, since)
     if not sweep.runs:
         return 0
-    too_long = ("curves", "environment")
     best = sweep.best if sweep.folds is None else None
-    numbers = [
-        {**{name: fact for name, fact in run.facts.items() if name not in too_long}, "best": run is best}
-        for run in sweep.runs
-    ]
+    numbers = [run.brief | {"best": run is best} for run in sweep.runs]
     (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     header, rows = _rows(sweep, best, folder)
     result = "\n\n".join(part for part in (_means(sweep), _best(sweep, folder)) if part)
-    text = f"{markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
+    text = f"{terminal.markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
     shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
     cells = [[row[place].replace(" ", "\n") if place == 1 else row[place] for place in shown] for row in rows]
@@ -61,7 +49,7 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
         print_line(result, "bold green" if sweep.best is not None else "yellow")
     for run in sweep.runs:
         if run.error:  # the line about the job has the whole error
-            print_line(f"Job {run.job} {run.status}: {run.error if is_quiet() else shortened(run.error)}")
+            print_line(f"Job {run.job} {run.status}: {run.error if is_quiet() else terminal.shortened(run.error)}")
     print_line(f"Results are in {folder}")
     if again and any(run.status == "interrupted" for run in sweep.runs):
         print(f"To resume: {again}", flush=True)
@@ -79,7 +67,7 @@ def _rows(sweep: Sweep, best: RunRecord | None, folder: Path) -> tuple[list[str]
             **{sweep.titled(name): format_number(run.value_of(name)) for name in sweep.metrics},
             "skipped": format_number(run.skipped_steps),
             "scale": format_number(run.scale),
-            "memory": format_mebibytes(run.peak_memory),
+            "memory": terminal.format_mebibytes(run.peak_memory),
             "run dir": os.path.relpath(run.folder, folder),
         }
         for run, own in zip(sweep.runs, sweep.own(), strict=True)

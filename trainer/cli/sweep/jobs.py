@@ -12,7 +12,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.cli.parsing import UsageError
 from trainer.cli.plugins import PARALLEL, SUBMITIT_PREFIX
 from trainer.cli.processes import clean_environment, is_first
-from trainer.cli.walk import targets
+from trainer.cli.schema import targets
 from trainer.cli.warm_process import Process, start_process, warm_processes
 from trainer.cli.workdir import config_flags, quoted, unresolved_words
 from trainer.common import redaction
@@ -54,14 +53,7 @@ _MAX_LINES = 20
 _ENDING = {getattr(signal, name, -1) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")}
 
 # Hydra's settings of the sweep, which are not passed to jobs.
-_SWEEP_ONLY = (
-    "hydra.mode",
-    "hydra.run.dir",
-    "hydra.sweep",
-    "hydra.launcher",
-    "hydra/launcher",
-    "hydra/sweeper",
-)
+_SWEEP_ONLY = ("hydra.mode", "hydra.run.dir", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
 
 
 @dataclass
@@ -108,22 +100,24 @@ class Job:
         """
         hydra = HydraConfig.get()
         overrides = unresolved_words(hydra.overrides.task)
-        hydra_words = unresolved_words(hydra.overrides.hydra)
-        hydra_words = [word for word in hydra_words if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
-        resumes = OmegaConf.select(config, "trainer.resume") == "auto"
-        is_requeued = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm requeued the job
-        folder = Path(hydra.runtime.output_dir)
-        placement = [
-            f"hydra.run.dir={quoted(str(folder))}",
+        of_hydra = [
+            *(
+                word
+                for word in unresolved_words(hydra.overrides.hydra)
+                if not word.lstrip("+~").startswith(_SWEEP_ONLY)
+            ),
+            f"hydra.run.dir={quoted(hydra.runtime.output_dir)}",
             f"hydra.job.num={hydra.job.num}",
             f"hydra.job.id={hydra.job.id}",
             "hydra.mode=RUN",
         ]
+        resumes = OmegaConf.select(config, "trainer.resume") == "auto"
+        is_requeued = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm requeued the job
         return cls(
             number=int(hydra.job.num),
-            folder=folder,
+            folder=Path(hydra.runtime.output_dir),
             overrides=overrides,
-            words=[*overrides, *(["resume=auto"] if is_requeued else []), *hydra_words, *placement],
+            words=[*overrides, *(["resume=auto"] if is_requeued else []), *of_hydra],
             flags=[word for flag in config_flags(hydra).items() for word in flag],
             cwd=hydra.runtime.cwd,
             digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),
@@ -144,16 +138,12 @@ class Job:
         If the start of the line was printed when the job started, print only the rest: objective, time and status.
         """
         value, goal = run.objective_value, run.objective
-        parts = [
-            "" if value is None or goal is None else f"{goal[0]} {value:.4g}",
-            "" if seconds is None else f"{seconds:.1f} s",
-            status,
-        ]
-        begin = self.title if self.aside or seconds is None else ""  # otherwise printed when the job started
+        line = self.title if self.aside or seconds is None else ""  # otherwise printed when the job started
+        line += "" if value is None or goal is None else f", {goal[0]} {value:.4g}"
+        line += "" if seconds is None else f", {seconds:.1f} s"
         error = "".join(f"  {line}\n" for line in self._error() if run.status == "failed")
-        line = f"{begin}, {', '.join(filter(None, parts))}\n"
-        if not is_quiet():
-            print(f"{line}{error}", end="", flush=True)  # a single write, because parallel jobs print at the same time
+        if not is_quiet():  # a single write, because parallel jobs print at the same time
+            print(f"{line}, {status}\n{error}", end="", flush=True)
 
     def _error(self) -> list[str]:
         """Return the lines of the error message at the end of the job's output."""
@@ -177,15 +167,13 @@ class Job:
         """
         if not self.resumes or not checkpoints_in(self.folder):
             return
-        before, now = (
-            [word for word in words if word.lstrip("+~").partition("=")[0] in self.swept]
-            for words in (load_run(self.folder).chosen, [redaction.word(word) for word in shown(self.overrides)])
-        )
+        both = load_run(self.folder).chosen, map(redaction.word, shown(self.overrides))
+        before, now = ([word for word in words if word.lstrip("+~").partition("=")[0] in self.swept] for words in both)
         if sorted(before) != sorted(now):
             raise UsageError(
                 f"Job {self.number} is {' '.join(now)}, but the checkpoints in {from_here(self.folder)} are of"
-                f" {' '.join(before) or 'another job'}, and resume=auto would continue from them. Repeat the values of"
-                " that sweep in the same order, or choose another folder: hydra.sweep.dir=FOLDER."
+                f" {' '.join(before) or 'another job'}. Repeat the values of that sweep in the same order, or choose"
+                " another folder: hydra.sweep.dir=FOLDER."
             )
 
     def keep(self) -> float | None:
@@ -246,8 +234,7 @@ def _signal_error(number: int) -> str:
     """Return the error of a process that a signal ended before it could write its record."""
     names = {each.value: each.name for each in signal.Signals}
     name = names.get(number, f"signal {number}")
-    is_kill = number == getattr(signal, "SIGKILL", None)
-    return f"ended by {name}{', which the system sends when memory runs out' if is_kill else ''}"
+    return f"ended by {name}{', which the system sends when memory runs out' if name == 'SIGKILL' else ''}"
 
 
 def run_job(config: DictConfig) -> float | None:
@@ -345,12 +332,13 @@ def waiting_for(hydra: Any, folder: Path) -> Iterator[None]:
         folder: folder of the sweep.
     """
     target = str(hydra.launcher["_target_"])
-    stop = StopFile(folder, target.startswith(SUBMITIT_PREFIX))
+    is_remote = target.startswith(SUBMITIT_PREFIX)
+    stop = StopFile(folder, is_remote)
     stop.file.unlink(missing_ok=True)  # left by an earlier sweep in this folder
-    if target.startswith(SUBMITIT_PREFIX) or not is_quiet():
-        place = "run on other machines and " if target.startswith(SUBMITIT_PREFIX) else ""
-        print(f"The jobs {place}write their output to {CONSOLE} in their folders in {folder}. Ctrl-C stops them.")
-        sys.stdout.flush()
+    if is_remote or not is_quiet():
+        place = "run on other machines and " if is_remote else ""
+        text = f"The jobs {place}write their output to {CONSOLE} in their folders in {folder}. Ctrl-C stops them."
+        print(text, flush=True)
     with ExitStack() as stack:
         if not target.startswith(_BASIC):
             stack.enter_context(stop.signals())

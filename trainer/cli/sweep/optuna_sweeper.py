@@ -27,12 +27,15 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import ArgumentError
 
+from trainer.arguments import WHOLE
 from trainer.cli.objective import choose, monitored, not_logged
 from trainer.cli.parsing import UsageError, canonical_precisions
+from trainer.cli.schema import check_settings
 from trainer.record.run_record import PRUNING, RUN, RunRecord
 from trainer.record.studies import make_pruner, make_sampler
 from trainer.record.sweep_record import load_sweep
 
+_OTHER_NAME = "Choose another name: hydra.sweeper.study_name=NAME."
 _JOB, _FOLDER = "job", "folder"
 """User attributes of a trial: number of its job, and folder of its sweep."""
 
@@ -73,10 +76,8 @@ class OptunaSweeper(Sweeper):
         Raises:
             UsageError: if a number is out of range.
         """
-        for name in ("n_trials", "n_jobs"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"hydra.sweeper.{name} is {value}, expected a whole number of at least 1.")
+        numbers = {"n_trials": self.n_trials, "n_jobs": self.n_jobs}
+        check_settings("hydra.sweeper", numbers, dict.fromkeys(numbers, (WHOLE.at_least(1),)))
         self.hydra_context, self.config = hydra_context, config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -95,11 +96,8 @@ class OptunaSweeper(Sweeper):
         self._fixed, self._space = self._parameters(arguments)
         chosen = choose(self.config.get("objective"), monitored(self.config.get("callbacks")))
         if chosen is None:
-            raise UsageError(
-                "Got hydra/sweeper=optuna without a metric to optimize, which the study needs before its first job. Set"
-                " objective.metric=val_loss, or another metric that the model logs, and objective.mode=min or max"
-                " unless its name implies it."
-            )
+            advice = "Set objective.metric=val_loss, or another logged metric, and objective.mode=min or max."
+            raise UsageError(f"Got hydra/sweeper=optuna without a metric to optimize. {advice}")
         self._metric, mode = chosen
         # these raise errors about the settings, before there is a folder or a study
         make_sampler(self.sampler, 0), make_pruner(self.pruner)
@@ -107,8 +105,7 @@ class OptunaSweeper(Sweeper):
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        written = OmegaConf.to_container(self.config.hydra.sweeper, resolve=False)
-        assert isinstance(written, dict)
+        written: Any = OmegaConf.to_container(self.config.hydra.sweeper, resolve=False)
         own = f"sqlite:///{(folder / 'study.db').as_posix()}"
         self._storage = str(written["storage"] or own)  # not resolved, because its interpolations may be secrets
         self._folder, self._study = folder, self._open(self.storage or own, mode)
@@ -116,9 +113,8 @@ class OptunaSweeper(Sweeper):
         for trial in self._own_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
             if (run := self._jobs().get(trial.user_attrs[_JOB])) is not None:
                 (run.folder / RUN).touch()  # so that the summary at the end includes it
-        self._interrupted = [
-            (trial.user_attrs[_JOB], self._words(trial)) for trial in self._own_trials(TrialState.RUNNING)
-        ]
+        running = self._own_trials(TrialState.RUNNING)
+        self._interrupted = [(trial.user_attrs[_JOB], self._words(trial)) for trial in running]
         returns = []
         while batch := self._next():
             try:
@@ -142,12 +138,12 @@ class OptunaSweeper(Sweeper):
     def _parameters(self, arguments: list[str]) -> tuple[list[str], dict[str, tuple[str, BaseDistribution]]]:
         """Return the overrides of all jobs, and the search space: key and distribution by parameter name."""
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        params = [
-            f"{key}={canonical_precisions(str(v)) if key == 'precision' else v}" for key, v in self.params.items()
-        ]
+        params = dict(self.params)
+        if "precision" in params:
+            params["precision"] = canonical_precisions(str(params["precision"]))
         fixed: dict[str, str] = {}
         space: dict[str, tuple[str, BaseDistribution]] = {}
-        for override in parser.parse_overrides([*params, *arguments]):
+        for override in parser.parse_overrides([*(f"{key}={value}" for key, value in params.items()), *arguments]):
             key = override.get_key_element()
             name = key.lstrip("+")
             fixed.pop(name, None)
@@ -158,10 +154,8 @@ class OptunaSweeper(Sweeper):
                 value = override.get_value_element_as_str()
                 fixed[name] = f"{key}={value}" if not override.is_delete() else str(override.input_line)
         if not space:
-            raise UsageError(
-                "Got hydra/sweeper=optuna without a search space, expected a setting with several values or an"
-                " interval, such as 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
-            )
+            example = "'optimizer.lr=tag(log, interval(1e-4, 1e-1))'"
+            raise UsageError(f"Got hydra/sweeper=optuna without a search space, expected a setting such as {example}.")
         return list(fixed.values()), space
 
     def _open(self, storage: str, mode: str) -> optuna.Study:
@@ -170,18 +164,13 @@ class OptunaSweeper(Sweeper):
             study = optuna.create_study(
                 storage=storage, study_name=self.study_name, direction=direction, load_if_exists=True
             )
-        except ImportError as error:  # of a database driver
-            raise UsageError(
-                f"hydra.sweeper.storage is {self._storage}, and its driver is not installed: {error}"
-            ) from error
-        except ArgumentError:  # a malformed URL
-            message = f"hydra.sweeper.storage is {self._storage}, expected a URL such as sqlite:///study.db."
-            raise UsageError(message) from None
+        except (ImportError, ArgumentError) as error:  # no driver of this database, or a malformed URL
+            expected = "expected a URL such as sqlite:///study.db"
+            raise UsageError(f"hydra.sweeper.storage is {self._storage}, {expected}: {error}") from error
         if study.direction != direction:
             raise UsageError(
                 f"objective.mode is {mode}, but the study {self.study_name} in {self._storage} was created to"
-                f" {study.direction.name.lower()} its metric. Choose another name:"
-                " hydra.sweeper.study_name=NAME."
+                f" {study.direction.name.lower()} its metric. {_OTHER_NAME}"
             )
         trials = len(study.get_trials(deepcopy=False))
         study.sampler, study.pruner = make_sampler(self.sampler, trials), make_pruner(self.pruner)
@@ -199,10 +188,8 @@ class OptunaSweeper(Sweeper):
             elif isinstance(distribution, IntDistribution) and not distribution.log:
                 values.append(list(range(distribution.low, distribution.high + 1, distribution.step)))
             else:
-                raise UsageError(
-                    f"{name} is an interval, but the sampler grid needs a list of values, such as {name}=1,2,5. List"
-                    " the values, or choose another sampler: hydra.sweeper.sampler.name=tpe."
-                )
+                advice = f"such as {name}=1,2,5. Or choose another sampler: hydra.sweeper.sampler.name=tpe."
+                raise UsageError(f"{name} is an interval, but the sampler grid needs a list of values, {advice}")
         return list(itertools.product(*values))
 
     def _own_trials(self, *states: TrialState) -> list[FrozenTrial]:
@@ -230,10 +217,8 @@ class OptunaSweeper(Sweeper):
         try:
             trial = self._study.ask(distributions)
         except ValueError as error:  # a choice with other values than in earlier trials
-            raise UsageError(
-                f"The study {self.study_name} in {self._storage} has another search space: {error} Choose another name:"
-                " hydra.sweeper.study_name=NAME."
-            ) from error
+            study = f"The study {self.study_name} in {self._storage}"
+            raise UsageError(f"{study} has another search space: {error} {_OTHER_NAME}") from error
         trial.set_user_attr(_FOLDER, str(self._folder))
         trial.set_user_attr(_JOB, job)
         return job, self._words(self._study.get_trials(deepcopy=False)[trial.number])
@@ -268,11 +253,10 @@ def _distribution(override: Override) -> BaseDistribution:
     log = "log" in getattr(sweep, "tags", ())
     try:
         if isinstance(sweep, IntervalSweep):
-            assert sweep.start is not None
-            assert sweep.end is not None
-            if isinstance(sweep.start, int) and isinstance(sweep.end, int):
-                return IntDistribution(sweep.start, sweep.end, log=log)
-            return FloatDistribution(sweep.start, sweep.end, log=log)
+            start: Any = sweep.start
+            end: Any = sweep.end
+            is_whole = isinstance(start, int) and isinstance(end, int)
+            return (IntDistribution if is_whole else FloatDistribution)(start, end, log=log)
         if isinstance(sweep, RangeSweep):
             values = sorted(sweep.range())
             if all(isinstance(value, int) for value in values):

@@ -10,7 +10,6 @@ saving.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,13 +22,20 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from trainer.arguments import describe
+from trainer.arguments import WHOLE, Kind
 from trainer.cli.parsing import UsageError
+from trainer.cli.schema import check_settings
 from trainer.cli.sweep.jobs import Job, StopFile, execute
 from trainer.common import machine
 from trainer.record.run_record import load_run
 
 _THREADS = "OMP_NUM_THREADS"
+_NUMBER = WHOLE.at_least(1, ", or null")
+_ACCEPTED = {
+    "n_jobs": (Kind("", lambda value: value == -1), WHOLE.at_least(1, ", or -1 for all cores")),
+    "gpus_per_job": (_NUMBER, None),
+    "threads_per_job": (_NUMBER, None),
+}
 
 
 class ParallelLauncher(Launcher):
@@ -55,17 +61,10 @@ class ParallelLauncher(Launcher):
         Raises:
             UsageError: if a number is out of range, or the machine has too few GPUs.
         """
-        n_jobs, gpus, threads = self.n_jobs, self.gpus_per_job, self.threads_per_job
-        rules = (("n_jobs", n_jobs, -1), ("gpus_per_job", gpus, 1), ("threads_per_job", threads, 1))
-        for name, value, least in rules:
-            is_number = isinstance(value, int) and value >= least and value != 0
-            if not is_number and (value is not None or least == -1):
-                raise UsageError(
-                    f"hydra.launcher.{name} is {describe(value)}, expected a whole number of at least 1"
-                    f"{', or -1 for all cores' if least == -1 else ', or null'}."
-                )
-        self.n_jobs = machine.cores().usable if n_jobs == -1 else n_jobs
-        self.places = _places(self.n_jobs, gpus, threads)
+        settings = {"n_jobs": self.n_jobs, "gpus_per_job": self.gpus_per_job, "threads_per_job": self.threads_per_job}
+        check_settings("hydra.launcher", settings, _ACCEPTED)
+        self.n_jobs = machine.cores().usable if self.n_jobs == -1 else self.n_jobs
+        self.places = _places(self.n_jobs, self.gpus_per_job, self.threads_per_job)
         self.config, self.hydra_context = config, hydra_context
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -125,10 +124,8 @@ def _places(count: int, gpus: int | None, threads: int | None) -> list[dict[str,
     if gpus is not None:
         known = _gpus()
         if len(known) < count * gpus:
-            raise UsageError(
-                f"Got hydra.launcher.n_jobs={count} and hydra.launcher.gpus_per_job={gpus}, which need"
-                f" {count * gpus} GPUs, but this machine has {len(known)}. Reduce one of them."
-            )
+            needed = f"hydra.launcher.n_jobs={count} and hydra.launcher.gpus_per_job={gpus} need {count * gpus} GPUs"
+            raise UsageError(f"{needed}, but this machine has {len(known)}. Reduce one of them.")
         for index, place in enumerate(places):
             place["CUDA_VISIBLE_DEVICES"] = ",".join(known[index * gpus : (index + 1) * gpus])
     return places
@@ -139,9 +136,5 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    gpus = [line for line in machine.nvidia_smi("--list-gpus") if line.startswith("GPU ")]
     return [str(index) for index in range(len(gpus))]

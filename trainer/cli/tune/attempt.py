@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,10 @@ class Meter(Clock):
 
     def __init__(self, send: Send, steps: int, memory: int | None = None) -> None:
         super().__init__()
-        self._send, self._steps = send, steps
-        self._memory = memory
+        self._send, self._steps, self._memory = send, steps, memory
         self._device = torch.device("cpu")
         self._samples: list[int] = []  # number of samples in each batch
-        self._warm_up = 0  # number of batches until the first optimizer step
-        self._skipped = 0
+        self._warm_up = self._skipped = 0  # number of batches until the first optimizer step, and of skipped steps
         self._in_set: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -106,10 +105,8 @@ class Meter(Clock):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the number of samples in the training set, if the sampler of the dataloader has a length."""
-        try:
+        with suppress(AttributeError, TypeError, NotImplementedError):
             self._in_set = len(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
-        except (AttributeError, TypeError, NotImplementedError):
-            self._in_set = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -187,10 +184,9 @@ class LearningRateSweep(Callback):
         has_rate = [all("lr" in group for group in optimizer.param_groups) for optimizer in optimizers]
         if not pl_module.automatic_optimization or has_rate != [True]:
             manual = "" if pl_module.automatic_optimization else "manual optimization and "
-            raise ConfigurationError(
-                f"tune lr got a module with {manual}{len(optimizers)} optimizers, expected automatic optimization of"
-                " one optimizer that has a learning rate. Try some rates in a sweep: fit -m optimizer.lr=0.001,0.01,0.1"
-            )
+            expected = "expected automatic optimization of one optimizer that has a learning rate"
+            advice = "Try some rates in a sweep: fit -m optimizer.lr=0.001,0.01,0.1"
+            raise ConfigurationError(f"tune lr got {manual}{len(optimizers)} optimizers, {expected}. {advice}")
         (optimizer,) = optimizers
         # Schedulers store the original rate in initial_lr; some of them change initial_lr, too.
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
@@ -236,9 +232,7 @@ class LearningRateSweep(Callback):
 
     def _rate_at(self, step: int) -> float:
         """Return the rate after ``step`` steps that were not skipped."""
-        share = min(step / (self._steps - 1), 1.0)
-        rate: float = self._min_lr * (self._max_lr / self._min_lr) ** share
-        return rate
+        return float(self._min_lr * (self._max_lr / self._min_lr) ** min(step / (self._steps - 1), 1.0))
 
 
 def watch_memory(budget: int, send: Send) -> None:
@@ -254,10 +248,10 @@ def _over_budget(peak: int) -> Message:
 
 def _failure(error: BaseException) -> Message:
     traceback.print_exception(error, file=sys.stderr)
-    words, own = " ".join(str(error).split()), is_about_settings(error)
+    message, is_usage = " ".join(str(error).split()), is_about_settings(error)
     return {
         "status": "out of memory" if is_out_of_memory(error) else "failed",
-        "error": words if own else f"{type(error).__name__}: {words}",
-        "is_usage": own,
+        "error": message if is_usage else f"{type(error).__name__}: {message}",
+        "is_usage": is_usage,
         "is_precision": isinstance(error, PrecisionError),
     }

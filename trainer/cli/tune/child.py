@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.processes import end_with_parent
-from trainer.cli.walk import targets
+from trainer.cli.schema import targets
 from trainer.cli.warm_process import start_process
 from trainer.common.files import write_text
 from trainer.record.run_record import read_json
