@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -144,6 +144,8 @@ class OverflowReport(RunCallback):
 
     Attributes:
         reports: the diagnoses of this run (:class:`~trainer.diagnosis.report_file.Diagnosis`), the same on all ranks.
+        on_report: called on all ranks with the RunState and each new diagnosis, after it was printed. It may raise to
+            end the run. Default: None.
 
     Raises:
         ConfigurationError: if a number is out of range.
@@ -177,6 +179,7 @@ class OverflowReport(RunCallback):
         self.collapse_after = collapse_after
         self.at_floor = at_floor
         self.reports: list[Diagnosis] = []
+        self.on_report: Callable[[RunState, Diagnosis], None] | None = None
         self.dirpath = dirpath
         self._console = console
         self._fit: _Fit | None = None
@@ -463,8 +466,12 @@ class OverflowReport(RunCallback):
 
     def _report(self, run: RunState, report: Diagnosis) -> None:
         self.reports.append(report)
-        if not run.is_global_zero:
-            return
+        if run.is_global_zero:
+            self._print(run, report)
+        if self.on_report is not None:
+            self.on_report(run, report)
+
+    def _print(self, run: RunState, report: Diagnosis) -> None:
         console = terminal.console(self._console)
         path = self._write(run, report)
         for line in report.lines():
