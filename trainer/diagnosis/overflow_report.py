@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -144,6 +144,8 @@ class OverflowReport(RunCallback):
 
     Attributes:
         reports: the diagnoses of this run (:class:`~trainer.diagnosis.report_file.Diagnosis`), the same on all ranks.
+        on_verdict: called by all ranks before a new diagnosis is printed, with the run's state, the case and the
+            diagnosis. Default: None.
 
     Raises:
         ConfigurationError: if a number is out of range.
@@ -177,6 +179,7 @@ class OverflowReport(RunCallback):
         self.collapse_after = collapse_after
         self.at_floor = at_floor
         self.reports: list[Diagnosis] = []
+        self.on_verdict: Callable[[RunState, Case, Diagnosis], object] | None = None
         self.dirpath = dirpath
         self._console = console
         self._fit: _Fit | None = None
@@ -313,14 +316,15 @@ class OverflowReport(RunCallback):
                 latest.count += 1
             return
         first = min((batch.step for batch in batches), default=step)
-        recent = [recorded for recorded in fit.evidence.batches() if recorded.step < first]
+        recorded = fit.evidence.batches()
+        recent = [batch for batch in recorded if batch.step < first]
         try:
             norm = fit.first_norm  # reading it is a host-device synchronization; None on a rank without a loss so far
             since = fit.known if norm is None or norm.isfinite() else -1
             since = int(run.collectives.reduce(torch.tensor(since, device=run.device), "min"))
             evidence = recent, fit.weights, since, fit.first_buffers
             counts = fit.skips, trigger, self.reports, fit.weights_step
-            case = Case(step, batches, scale, *evidence, *counts, error, fit.growth)
+            case = Case(step, batches, scale, *evidence, *counts, error, fit.growth, recorded[len(recent) :])
             found = diagnose(run, case)
         except Exception:  # the user's code may fail if it runs twice; this must not end the run
             log.info("Step %d could not be examined, because its replay failed.", step, exc_info=True)
@@ -330,6 +334,8 @@ class OverflowReport(RunCallback):
         known = next((report for report in self.reports if (report.kind, report.key) == (found.kind, found.key)), None)
         fit.latest[trigger] = known or found
         if known is None:
+            if self.on_verdict is not None:
+                self.on_verdict(run, case, found)
             self._report(run, found)
         else:
             known.count += 1
