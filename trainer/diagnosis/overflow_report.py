@@ -144,8 +144,8 @@ class OverflowReport(RunCallback):
 
     Attributes:
         reports: the diagnoses of this run (:class:`~trainer.diagnosis.report_file.Diagnosis`), the same on all ranks.
-        on_report: called on all ranks with the RunState and each new diagnosis, after it was printed. It may raise to
-            end the run. Default: None.
+        on_verdict: called by all ranks before a new diagnosis is printed, with the run's state, the case and the
+            diagnosis. Returns a function to call after it was printed, which may raise to end the run. Default: None.
 
     Raises:
         ConfigurationError: if a number is out of range.
@@ -179,7 +179,7 @@ class OverflowReport(RunCallback):
         self.collapse_after = collapse_after
         self.at_floor = at_floor
         self.reports: list[Diagnosis] = []
-        self.on_report: Callable[[RunState, Diagnosis], None] | None = None
+        self.on_verdict: Callable[[RunState, Case, Diagnosis], Callable[[], None]] | None = None
         self.dirpath = dirpath
         self._console = console
         self._fit: _Fit | None = None
@@ -316,14 +316,15 @@ class OverflowReport(RunCallback):
                 latest.count += 1
             return
         first = min((batch.step for batch in batches), default=step)
-        recent = [recorded for recorded in fit.evidence.batches() if recorded.step < first]
+        recorded = fit.evidence.batches()
+        recent = [batch for batch in recorded if batch.step < first]
         try:
             norm = fit.first_norm  # reading it is a host-device synchronization; None on a rank without a loss so far
             since = fit.known if norm is None or norm.isfinite() else -1
             since = int(run.collectives.reduce(torch.tensor(since, device=run.device), "min"))
             evidence = recent, fit.weights, since, fit.first_buffers
             counts = fit.skips, trigger, self.reports, fit.weights_step
-            case = Case(step, batches, scale, *evidence, *counts, error, fit.growth)
+            case = Case(step, batches, scale, *evidence, *counts, error, fit.growth, recorded[len(recent) :])
             found = diagnose(run, case)
         except Exception:  # the user's code may fail if it runs twice; this must not end the run
             log.info("Step %d could not be examined, because its replay failed.", step, exc_info=True)
@@ -333,7 +334,10 @@ class OverflowReport(RunCallback):
         known = next((report for report in self.reports if (report.kind, report.key) == (found.kind, found.key)), None)
         fit.latest[trigger] = known or found
         if known is None:
+            finish = None if self.on_verdict is None else self.on_verdict(run, case, found)
             self._report(run, found)
+            if finish is not None:
+                finish()
         else:
             known.count += 1
 
@@ -466,12 +470,8 @@ class OverflowReport(RunCallback):
 
     def _report(self, run: RunState, report: Diagnosis) -> None:
         self.reports.append(report)
-        if run.is_global_zero:
-            self._print(run, report)
-        if self.on_report is not None:
-            self.on_report(run, report)
-
-    def _print(self, run: RunState, report: Diagnosis) -> None:
+        if not run.is_global_zero:
+            return
         console = terminal.console(self._console)
         path = self._write(run, report)
         for line in report.lines():

@@ -1,0 +1,415 @@
+"""Write a remedy as a patch of the program's files, and try it on the steps after the failing batch."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from inspect import currentframe
+from pathlib import Path
+from traceback import walk_stack
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer.common.packages import is_users_file
+from trainer.diagnosis import remedies
+from trainer.diagnosis.diagnose import Case, are_finite
+from trainer.diagnosis.remedies import Setting
+from trainer.diagnosis.replay import FLOAT32, UNCHANGED, Variant
+from trainer.diagnosis.report_file import Diagnosis
+from trainer.diagnosis.rewrite import Change, Removal, place
+from trainer.loop.run_state import RunState
+from trainer.precision.names import match
+from trainer.precision.registry import PLUGINS
+
+_BATCHES = 8
+"""Maximum number of batches to try a remedy on."""
+_HOPS = 4
+"""Maximum number of names between a literal and the argument that gets its value."""
+_PACKAGES = ("lightning", "pytorch_lightning")
+
+
+class Site(NamedTuple):
+    """A call in the program: its file, and its position as in ``ast``."""
+
+    file: str
+    line: int
+    end_line: int
+    column: int
+    end_column: int
+
+
+@dataclass
+class CallSites:
+    """The calls with which the program creates its Trainers and its optimizers."""
+
+    trainers: list[Site] = field(default_factory=list)
+    optimizers: list[Site] = field(default_factory=list)
+
+
+@dataclass
+class Patch:
+    """A remedy, written for the program's files.
+
+    Attributes:
+        text: unified diff with paths relative to the folder; "" if the remedy cannot be written as one.
+        line: the remedy as an instruction with the place.
+        note: an explanation, or the reason that there is no diff; may be "".
+        digests: SHA-256 of each file that the diff changes, before the change, by its path relative to the folder.
+    """
+
+    text: str = ""
+    line: str = ""
+    note: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class _NoDiffError(Exception):
+    """The remedy cannot be written as a diff, for the given reason."""
+
+
+class _Edit(NamedTuple):
+    """New text for a part of a file, between two byte offsets."""
+
+    start: int
+    end: int
+    text: str
+
+
+def call_site() -> Site | None:
+    """Return the innermost call in the program's code on the stack; None if there is none."""
+    for frame, _ in walk_stack(currentframe()):
+        if is_users_file(file := frame.f_code.co_filename) and Path(file).is_file():
+            positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+            return None if None in positions else Site(file, *positions)  # type: ignore[arg-type]
+    return None
+
+
+def make_patch(report: Diagnosis, sites: CallSites, folder: Path) -> Patch:
+    """Write the remedy of a report as a patch of the files in a folder, and of no others.
+
+    Args:
+        report: the report.
+        sites: the calls that create the Trainer and the optimizers.
+        folder: the folder that the paths in the patch are relative to.
+    """
+    patch = Patch(line="; ".join(_lines(report, sites)))
+    if not report.changes:
+        return patch
+    files = _Files(folder.resolve(), {site.file for site in (*sites.trainers, *sites.optimizers)})
+    try:
+        for change in report.changes:
+            if isinstance(change, Change):
+                files.replace_statements(change)
+            elif isinstance(change, Removal):
+                files.remove_with(change)
+            elif change.owner == "trainer":
+                patch.note = files.set_precision(change, sites.trainers)
+            else:
+                for site in dict.fromkeys(sites.optimizers):
+                    files.set_argument(change, site)
+                if not sites.optimizers:
+                    raise _NoDiffError("No patch was written, because no call in the program creates an optimizer.")
+        patch.text, patch.digests = files.diff(), files.digests()
+    except _NoDiffError as reason:
+        patch.note = f"{reason}"
+        return patch
+    return patch
+
+
+def _lines(report: Diagnosis, sites: CallSites) -> Iterator[str]:
+    if not report.changes:
+        yield report.remedy
+    for change in report.changes:
+        if not isinstance(change, Setting):
+            yield f"{change}"
+            continue
+        found = sites.trainers if change.owner == "trainer" else sites.optimizers
+        where = " and ".join(dict.fromkeys(place(site.file, site.line) for site in found))
+        name = "Trainer" if change.owner == "trainer" else "the optimizer"
+        yield f"{f'in {where} ' if where else ''}pass {change.name}={change.code} to {name}"
+
+
+class _Files:
+    """The program's files, and their edits.
+
+    Args:
+        folder: the folder of the files that may be changed.
+        files: files to search in addition to the modules that are loaded.
+    """
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        self._folder = folder
+        self._edits: dict[Path, set[_Edit]] = {}
+        self._data: dict[Path, bytes] = {}
+        self._trees: dict[Path, ast.Module] = {}
+        loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+        for file in (*files, *loaded):
+            if file and self._is_own(path := Path(file).resolve()):
+                self._parse(path)
+
+    def _is_own(self, path: Path) -> bool:
+        return path.suffix == ".py" and path.is_relative_to(self._folder) and is_users_file(str(path))
+
+    def _parse(self, path: Path) -> ast.Module:
+        if path not in self._trees:
+            if not self._is_own(path):
+                raise _NoDiffError(f"{path} is not a Python file of the program's folder.")
+            try:
+                self._data[path] = path.read_bytes()
+                self._trees[path] = ast.parse(self._data[path])
+            except (OSError, SyntaxError, ValueError) as error:
+                raise _NoDiffError(f"{path} cannot be read: {error}") from None
+        return self._trees[path]
+
+    def _span(self, path: Path, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
+        """Return the byte offsets of a node."""
+        starts = [0]
+        for line in self._data[path].split(b"\n"):
+            starts.append(starts[-1] + len(line) + 1)
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+    def _edit(self, path: Path, node: ast.expr | ast.stmt | ast.keyword, text: str) -> None:
+        self._edits.setdefault(path, set()).add(_Edit(*self._span(path, node), text))
+
+    def _insert(self, path: Path, offset: int, text: str) -> None:
+        self._edits.setdefault(path, set()).add(_Edit(offset, offset, text))
+
+    def replace_statements(self, change: Change) -> None:
+        """Write new statements in place of old ones."""
+        path = Path(change.file).resolve()
+        self._parse(path)
+        for old, new in change.replaced():
+            self._edit(path, old, new)
+
+    def remove_with(self, removal: Removal) -> None:
+        """Remove a ``with`` statement, or its context, but not its body."""
+        path = Path(removal.file).resolve()
+        withs = [one for one in ast.walk(self._parse(path)) if isinstance(one, ast.With)]
+        old = next((one for one in withs if one.lineno <= removal.line < one.body[0].lineno), None)
+        if old is None:
+            raise _NoDiffError(f"torch.autocast is not in a `with` statement in {place(*removal)}.")
+        others = [item for item in old.items if "autocast" not in ast.unparse(item.context_expr)]
+        if others:
+            items = ", ".join(map(ast.unparse, others))
+            first, last = old.items[0].context_expr, old.items[-1].optional_vars or old.items[-1].context_expr
+            self._edits.setdefault(path, set()).add(_Edit(self._span(path, first)[0], self._span(path, last)[1], items))
+            return
+        texts = [one for one in ast.walk(old) if isinstance(one, (ast.Constant, ast.JoinedStr))]
+        inside = {n for one in texts for n in range(one.lineno + 1, (one.end_lineno or 0) + 1)}
+        shift, lines = old.body[0].col_offset - old.col_offset, self._data[path].decode().split("\n")
+        body = range(old.body[0].lineno, (old.end_lineno or 0) + 1)
+        kept = [lines[n - 1] if n in inside else lines[n - 1].removeprefix(" " * shift) for n in body]
+        self._edit(path, old, "\n".join(kept)[old.col_offset :])
+
+    def set_argument(self, setting: Setting, site: Site) -> None:
+        """Write the value of an argument at the call, or the literal that the argument gets its value from."""
+        path = Path(site.file).resolve()
+        call = self._call(path, site)
+        is_direct = _last_name(call.func) == "Trainer" or hasattr(torch.optim, _last_name(call.func))
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        value = given.get(setting.name)
+        if value is None and is_direct and setting.owner == "optimizer":
+            names = list(inspect.signature(getattr(torch.optim, _last_name(call.func))).parameters)
+            position = names.index(setting.name) if setting.name in names else len(call.args)
+            value = call.args[position] if position < len(call.args) else None
+        if value is not None and _fits(value, setting):
+            self._edit(path, value, setting.code)
+            return
+        if value is None and is_direct and None not in given:
+            arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+            end = max((self._span(path, one)[1] for one in arguments), default=self._span(path, call)[1] - 1)
+            self._insert(path, end, f"{', ' if arguments else ''}{setting.name}={setting.code}")
+            return
+        found = self._literals({setting.name} if value is None else _names_in(value), setting)
+        if len(found) != 1:
+            several = "several places set" if found else "no literal in the program's files sets"
+            raise _NoDiffError(f"No patch was written, because {several} {setting.name}={setting.old}.")
+        self._edit(*found[0], setting.code)
+
+    def _call(self, path: Path, site: Site) -> ast.Call:
+        for node in ast.walk(self._parse(path)):
+            if isinstance(node, ast.Call) and _position(node) == site[1:]:
+                return node
+        raise _NoDiffError(f"No call was found in {place(site.file, site.line)}.")
+
+    def _literals(self, names: set[str], setting: Setting) -> list[tuple[Path, ast.expr]]:
+        """Return the literals that fit the setting and are bound to one of the names with the fewest names between."""
+        bound = [(path, *one) for path, tree in self._trees.items() for node in ast.walk(tree) for one in _bound(node)]
+        for _ in range(_HOPS):
+            values = [(path, value) for path, name, value in bound if name in names]
+            if found := [(path, value) for path, value in values if _fits(value, setting)]:
+                return found
+            names = names.union(*(_names_in(value) for _, value in values))
+        return []
+
+    def set_precision(self, setting: Setting, sites: list[Site]) -> str:
+        """Write the Trainer's precision, and return a note. ``MixedPrecision`` needs this project's Trainer."""
+        if len(set(sites)) != 1:
+            raise _NoDiffError(f"No patch was written, because {len(set(sites))} calls create a Trainer.")
+        path = Path(sites[0].file).resolve()
+        call = self._call(path, sites[0])
+        plugins = next((keyword for keyword in call.keywords if keyword.arg == "plugins"), None)
+        if plugins is not None and "MixedPrecision(" in ast.unparse(plugins.value):
+            if isinstance(plugins.value, ast.List) and len(plugins.value.elts) > 1:
+                raise _NoDiffError("No patch was written, because the Trainer has several plugins.")
+            self._edit(path, plugins, f"precision={setting.code}")
+        elif isinstance(setting.value, str):
+            self.set_argument(setting, sites[0])
+        else:
+            given = next((keyword for keyword in call.keywords if keyword.arg == "precision"), None)
+            if given is None:
+                self.set_argument(setting, sites[0])
+            else:
+                self._edit(path, given.value, setting.code)
+        return "" if isinstance(setting.value, str) else self._import_trainer(path, call)
+
+    def _import_trainer(self, path: Path, call: ast.Call) -> str:
+        """Write the imports of this project's Trainer and ``MixedPrecision``, and return a note."""
+        statements = [one for one in ast.walk(self._trees[path]) if isinstance(one, (ast.Import, ast.ImportFrom))]
+        theirs = [one for one in statements if _packages_of(one) & {*_PACKAGES} and one.lineno < call.lineno]
+        ours = [alias.name for one in statements if "trainer" in _packages_of(one) for alias in one.names]
+        if "Trainer" not in ours:
+            if not theirs or _last_name(call.func) != "Trainer":
+                raise _NoDiffError(
+                    f"{ast.unparse(call.func)} in {place(str(path), call.lineno)} is not Lightning's Trainer."
+                )
+            if not isinstance(call.func, ast.Name):
+                self._edit(path, call.func, "Trainer")
+        lines = [] if "Trainer" in ours else ["from trainer import Trainer"]
+        lines += ["from trainer.precision import MixedPrecision"] * ("MixedPrecision" not in ours)
+        anchor = max(theirs or statements, key=lambda one: one.lineno)
+        self._insert(path, self._span(path, anchor)[1], "".join(f"\n{' ' * anchor.col_offset}{one}" for one in lines))
+        if first := [one for one in theirs if "pytorch_lightning" in _packages_of(one)]:
+            self._insert(
+                path, self._span(path, first[0])[0], f"import trainer.pytorch_lightning\n{' ' * first[0].col_offset}"
+            )
+        if "Trainer" in ours:
+            return ""
+        return (
+            "Lightning's Trainer does not have this precision, so the patch also imports `trainer.Trainer`, which takes"
+            " the same arguments."
+        )
+
+    def diff(self) -> str:
+        """Return the edits as a unified diff."""
+        parts: list[str] = []
+        for path in sorted(self._edits):
+            data = self._data[path]
+            for edit in sorted(self._edits[path], reverse=True):
+                data = data[: edit.start] + edit.text.encode() + data[edit.end :]
+            try:
+                ast.parse(data)
+            except SyntaxError:
+                raise _NoDiffError(f"No patch was written, because {path} would no longer be Python code.") from None
+            name = path.relative_to(self._folder).as_posix()
+            end = "\t" if " " in name else ""  # for names with spaces
+            old, new = (text.decode().split("\n") for text in (self._data[path], data))
+            before, after = ([*(f"{line}\n" for line in text[:-1]), *text[-1:]] for text in (old, new))
+            before, after = ([line for line in text if line] for text in (before, after))
+            for line in difflib.unified_diff(before, after, f"a/{name}{end}", f"b/{name}{end}"):
+                parts.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+        return "".join(parts)
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of each file with edits."""
+        names = {path: path.relative_to(self._folder).as_posix() for path in self._edits}
+        return {name: hashlib.sha256(self._data[path]).hexdigest() for path, name in names.items()}
+
+
+def _fits(value: ast.expr, setting: Setting) -> bool:
+    """Return whether an expression is a literal with the current value of a setting."""
+    try:
+        literal = ast.literal_eval(value)
+    except ValueError:
+        return False
+    if setting.owner == "trainer":
+        return isinstance(literal, (int, str)) and match(literal, PLUGINS) is not None
+    return setting.old is not None and type(literal) in (bool, int, float) and bool(literal == setting.old)
+
+
+def _bound(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a node binds, with their values: arguments, defaults, entries of dicts, assignments."""
+    if isinstance(node, ast.Call):
+        flags = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        for keyword in node.keywords:
+            names = flags if _last_name(node.func) == "add_argument" and keyword.arg == "default" else [keyword.arg]
+            yield from ((name.lstrip("-").replace("-", "_"), keyword.value) for name in names if name)
+    elif isinstance(node, ast.arguments):
+        positional = [*node.posonlyargs, *node.args]
+        pairs = [
+            *zip(positional[::-1], node.defaults[::-1], strict=False),
+            *zip(node.kwonlyargs, node.kw_defaults, strict=True),
+        ]
+        yield from ((name.arg, value) for name, value in pairs if value is not None)
+    elif isinstance(node, ast.Dict):
+        pairs_of_dict = zip(node.keys, node.values, strict=True)
+        yield from (
+            (key.value, value)
+            for key, value in pairs_of_dict
+            if isinstance(key, ast.Constant) and isinstance(key.value, str)
+        )
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield from ((name, node.value) for name in [_last_name(target)] if name)
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return the last name in ``name``, ``owner.name`` or ``owner["name"]``."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return f"{node.slice.value!s}"
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _names_in(value: ast.expr) -> set[str]:
+    texts = {one.value for one in ast.walk(value) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    return texts | {name for one in ast.walk(value) if isinstance(one, ast.expr) and (name := _last_name(one))}
+
+
+def _position(call: ast.Call) -> tuple[int, int | None, int, int | None]:
+    return call.lineno, call.end_lineno, call.col_offset, call.end_col_offset
+
+
+def _packages_of(statement: ast.Import | ast.ImportFrom) -> set[str]:
+    names = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [one.name for one in statement.names]
+    return {name.partition(".")[0] for name in names}
+
+
+def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
+    """Try the changes of a report on a few steps, from the weights before the failing batch; restore everything.
+
+    The steps repeat the failing batch and the recorded ones after it and before it. ``report.figures["steps"]`` is set
+    to the mean loss of the first and of the last pass. If the latter is higher, or a loss is not finite,
+    ``report.changes`` becomes (): none of these changes is offered as a patch. Without a try if a step cannot be
+    repeated (:func:`~trainer.diagnosis.remedies.can_step`).
+    """
+    batches = [*(case.since or case.batches), *case.recent[::-1]][:_BATCHES]
+    if not report.changes or not batches or not remedies.can_step(run) or not (case.before or are_finite(run.module)):
+        return
+    variant, scale, settings = UNCHANGED, case.scale, dict[str, Any]()
+    with ExitStack() as stack:
+        for change in report.changes:
+            if isinstance(change, Change):
+                stack.enter_context(change.applied({type(part) for part in run.module.modules()}))
+            elif isinstance(change, Removal):
+                variant = variant._replace(own_autocast=False)
+            elif change.owner == "optimizer":
+                settings[change.name] = change.value
+            elif isinstance(change.value, str):
+                variant, scale = (FLOAT32 if change.value == "32-true" else Variant(torch.bfloat16)), 1.0
+            else:
+                variant = variant._replace(modules=change.value.get("fp32_modules", ()))
+                scale = change.value.get("init_scale", scale)
+        stack.enter_context(remedies.weights_of(run, case.before))
+        before, after = remedies.try_steps(run, batches, variant, settings, scale)
+    report.figures = {**report.figures, "steps": (before, after)}
+    if not after <= before + 0.1 * abs(before):
+        report.changes = ()
