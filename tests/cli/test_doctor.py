@@ -1,12 +1,12 @@
 """The command ``doctor`` runs Lightning programs, and reports the cause and the exit status."""
 
 import json
-import os
 import re
 import runpy
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +16,7 @@ from tests.cli.conftest import write
 from tests.conftest import logging_restored
 from tests.support import assert_identical
 from trainer.cli import main
-from trainer.cli.commands.doctor import FAILED, NO_PATCH, NOTHING_FOUND, USAGE
+from trainer.cli.commands.doctor import FAILED, NO_PATCH, NOTHING_FOUND, PATCH, USAGE
 
 PROGRAM = """
     import sys
@@ -73,12 +73,12 @@ PROGRAM = """
 """
 SUMMARY = re.compile(
     r"doctor: no problem found\. Watched losses, gradients, weights and data in (\d+) optimizer steps of 1 fit"
-    r" \((.+)\): (.*)\d+% of the time waited for data\.\n"
+    r" \((.+)\): (.*skipped), \d+% of the time waited for data\.\n"
 )
 
 
 @pytest.fixture
-def doctor(tmp_path, monkeypatch, capsys):
+def doctor(tmp_path, monkeypatch, capfd):
     """Run ``trainer doctor`` in this process, in the folder of the program ``train.py``. Returns status and output."""
     write(tmp_path, {"train.py": PROGRAM})
     monkeypatch.chdir(tmp_path)
@@ -90,7 +90,7 @@ def doctor(tmp_path, monkeypatch, capsys):
     def run(*words):
         with logging_restored():
             status = main(["doctor", *words])
-        return status, *capsys.readouterr()
+        return status, *capfd.readouterr()
 
     yield run
     signal.signal(signal.SIGPIPE, handler)
@@ -117,13 +117,13 @@ def test_program_runs_as_python_runs_it(tmp_path, python):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_results_are_those_of_lightning_and_the_output_has_one_more_line(doctor, monkeypatch, capsys):
+def test_results_are_those_of_lightning_and_the_output_has_one_more_line(doctor, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["train.py"])
     runpy.run_path("train.py", run_name="__main__")
     weights, steps, drawn = torch.load("done.pt")
-    assert capsys.readouterr().out == "expected steps: 16\n"
+    assert capfd.readouterr().out == "expected steps: 16\n"
     status, out, _ = doctor("train.py")
-    assert SUMMARY.fullmatch(out.removeprefix("expected steps: 16\n")).groups() == ("16", "32-true", "0 skipped, ")
+    assert SUMMARY.fullmatch(out.removeprefix("expected steps: 16\n")).groups() == ("16", "32-true", "0 skipped")
     assert_identical(torch.load("done.pt"), [weights, steps, drawn])
     assert (status, steps) == (NOTHING_FOUND, 16)
     assert pl.Trainer.__module__ == "lightning.pytorch.trainer.trainer"
@@ -135,7 +135,7 @@ def test_limits_keep_the_length_that_schedules_expect(doctor):
     assert (status, torch.load("done.pt")[1]) == (NOTHING_FOUND, 3)
     steps, precision, facts = SUMMARY.fullmatch(out.removeprefix("expected steps: 16\n")).groups()
     assert (steps, precision) == ("3", "16-mixed")
-    scales, skipped = re.fullmatch(r"loss scale (\d+) to 65536, (\d) skipped, ", facts).groups()
+    scales, skipped = re.fullmatch(r"loss scale (\d+) to 65536, (\d) skipped", facts).groups()
     assert int(scales) * 2 ** int(skipped) == 65536
     status, out, _ = doctor("--max-time", "0:01", "train.py", "epochs=-1")
     assert (status, SUMMARY.search(out) is not None) == (NOTHING_FOUND, True)
@@ -154,6 +154,53 @@ def test_program_ends_at_the_first_verdict(doctor, precision):
     assert not Path("done.pt").exists()
     status, out, _ = doctor("--continue", "train.py", "value=nan", f"precision={precision}")
     assert (status, out.count("Verdict: "), Path("done.pt").exists()) == (NO_PATCH, 1, True)
+
+
+def change_rate(rate):
+    """Write another learning rate into the program, and return its text."""
+    program = Path("train.py").read_text().replace("lr=0.1", f"lr={rate}")
+    Path("train.py").write_text(program)
+    return program
+
+
+def test_patch_is_applied_to_unchanged_files_only(doctor):
+    program, wrong = Path("train.py"), change_rate(20.0)
+    assert doctor("--apply") == (USAGE, "", ANY)
+    status, out, _ = doctor("train.py", "epochs=4")
+    facts = json.loads(Path("doctor.json").read_text())
+    assert (status, facts["verdict"]) == (PATCH, "divergence")
+    assert "\n  Patch: doctor.patch." in out
+    assert program.read_text() == wrong
+    rate = re.search(r"\+ .+ lr=([\d.]+)\)\n", Path("doctor.patch").read_text())[1]
+    patched = wrong.replace("lr=20.0", f"lr={rate}")
+    program.write_text(f"{wrong}\n")
+    status, _, err = doctor("--apply")
+    assert (status, "train.py has changed since the patch was written" in err) == (USAGE, True)
+    program.write_text(wrong)
+    assert doctor("--apply") == (PATCH, "doctor: the patch was applied to train.py.\n", "")
+    assert program.read_text() == patched
+    assert doctor("train.py", "epochs=4")[0] == NOTHING_FOUND
+    program.write_text(wrong)
+    assert doctor("--apply", "train.py", "epochs=4")[0] == PATCH
+    assert program.read_text() == patched
+
+
+def fail(*_):
+    raise RuntimeError("twice")
+
+
+@pytest.mark.parametrize("trial", [fail, lambda run, case, report: setattr(report, "tried", "")])
+def test_untried_remedy_is_no_patch(doctor, monkeypatch, trial):
+    change_rate(20.0)
+    monkeypatch.setattr("trainer.cli.doctor_session.try_steps", trial)
+    status, out, _ = doctor("train.py", "epochs=4")
+    assert (status, "Remedy: a lower learning rate, lr=" in out, Path("doctor.patch").exists()) == (
+        NO_PATCH,
+        True,
+        False,
+    )
+    status, out, err = doctor("--apply")
+    assert (status, "has no patch, but this remedy: a lower learning rate, lr=" in err) == (USAGE, True)
 
 
 def test_error_of_the_program(doctor):
@@ -186,16 +233,24 @@ def test_wrong_command_line_or_unsupported_argument(doctor, words, message):
 # --- launchers and other entry points -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_processes_of_a_launcher_end_with_one_report(tmp_path, python, strategy):
     write(tmp_path, {"package/__init__.py": "", "package/train.py": PROGRAM})
     program = ("-m", "package.train", "devices=2", f"strategy={strategy}", "precision=16-mixed")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = python.trainer("doctor", *program, cwd=tmp_path, env=environment)
+    done = python.trainer("doctor", *program, cwd=tmp_path)
     assert (done.returncode, len(SUMMARY.findall(done.stdout))) == (NOTHING_FOUND, 1), done.stderr
-    done = python.trainer("doctor", *program, "value=nan", cwd=tmp_path, env=environment)
+    done = python.trainer("doctor", *program, "value=nan", cwd=tmp_path)
     assert (done.returncode, done.stdout.count("Verdict: ")) == (NO_PATCH, 1), done.stderr
     assert json.loads((tmp_path / "doctor.json").read_text())["rank"] == 1
+
+
+@pytest.mark.usefixtures("spawn_is_warm")
+def test_spawned_processes_have_the_subclass_of_the_program(doctor):
+    program = ("train.py", "devices=2", "strategy=ddp_spawn", "precision=16-mixed")
+    status, out, _ = doctor(*program)
+    assert (status, len(SUMMARY.findall(out))) == (NOTHING_FOUND, 1)
+    status, out, _ = doctor(*program, "value=nan")
+    assert (status, out.count("Verdict: "), Path("doctor.json").exists()) == (NO_PATCH, 1, True)
 
 
 CLI = """

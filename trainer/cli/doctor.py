@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import hashlib
+import json
 import runpy
 import signal
 import sys
@@ -11,11 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from trainer.cli.commands.doctor import FAILED, NO_PATCH, NOTHING_FOUND, PATCH, USAGE
+from trainer.cli.commands.doctor import FAILED, FILE, NO_PATCH, NOTHING_FOUND, PATCH, USAGE
 from trainer.cli.failure import is_about_settings, user_line
 from trainer.cli.parsing import Arguments, UsageError
 from trainer.cli.processes import is_first
-from trainer.common.terminal import command_line
+from trainer.common.terminal import command_line, print_line
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,9 +136,30 @@ def _print_error(error: Exception) -> int:
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         entry = entry.tb_next
-    sys.excepthook(type(error), error, entry)
+    sys.excepthook(type(error), error.with_traceback(entry), entry)
     return FAILED
 
 
 def _apply() -> int:
-    raise NotImplementedError
+    """Apply the patch of the last verdict, and return the exit status.
+
+    Raises:
+        UsageError: if there is none, or a file has changed since.
+    """
+    if not Path(FILE).is_file():
+        raise UsageError(f"There is no {FILE} in this folder, expected the one that doctor writes with a verdict.")
+    patch = json.loads(Path(FILE).read_text(encoding="utf-8"))["patch"]
+    if not patch["text"]:
+        raise UsageError(f"The last verdict has no patch, but this remedy: {patch['line']}.")
+    before = {name: Path(name).read_bytes() if Path(name).is_file() else b"" for name in patch["edits"]}
+    changed = [name for name, data in before.items() if hashlib.sha256(data).hexdigest() != patch["digests"][name]]
+    if changed:
+        raise UsageError(
+            f"{', '.join(changed)} has changed since the patch was written, so nothing was applied. Run doctor again."
+        )
+    for name, data in before.items():
+        for start, end, text in patch["edits"][name]:
+            data = data[:start] + text.encode() + data[end:]
+        Path(name).write_bytes(data)
+    print_line(f"doctor: the patch was applied to {', '.join(before)}.")
+    return PATCH

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch.optim import Optimizer
 
-import trainer as package
+import trainer.pytorch_lightning  # also in processes that are spawned
 from trainer.callbacks import OverflowReport
-from trainer.cli.commands.doctor import FILE, NO_PATCH
+from trainer.cli.commands.doctor import FILE, NO_PATCH, PATCH, PATCH_FILE
 from trainer.common.files import write_text
 from trainer.common.lightning_private import scripts_started_with
 from trainer.common.run_callback import RunCallback
 from trainer.common.session import Session
 from trainer.common.terminal import print_line
+from trainer.diagnosis.diagnose import Case
+from trainer.diagnosis.patch import CallSites, Patch, Site, call_site, make_patch, try_steps
 from trainer.diagnosis.report_file import Diagnosis
 from trainer.loop.run_state import RunState, state_of
 from trainer.trainer import Trainer as PlainTrainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ class Doctor:
 
     Args:
         options: the options of the command.
-        folder: folder of the output files.
+        folder: folder of the output files, and of the files that a patch may change.
+        sites: the calls of the program that create Trainers and optimizers.
 
     Attributes:
         status: the exit status after a verdict, otherwise 0.
@@ -69,6 +77,7 @@ class Doctor:
 
     options: Options
     folder: Path
+    sites: CallSites = field(default_factory=CallSites)
     status: int = 0
     precisions: list[str] = field(default_factory=list)
     fits: int = 0
@@ -80,35 +89,57 @@ class Doctor:
 
     active: ClassVar[Doctor | None] = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Doctor:
-        """Share the state with copies of the Trainer."""
-        return self
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Continue in a process that is spawned, already before it imports the program."""
+        return _resume, (self.options, self.folder, self.sites)
 
     def watching(self) -> ExitStack:
-        """Return a context that replaces Lightning's Trainer in this process, and in those that scripts start."""
+        """Return a context that replaces Lightning's Trainer in this process, and in those that launchers start."""
         with Session() as session:
-            theirs = pl.Trainer
+            theirs, prepare = pl.Trainer, spawn.get_preparation_data
             for name, module in list(sys.modules.items()):
                 if name.partition(".")[0] == "lightning" and getattr(module, "__dict__", {}).get("Trainer") is theirs:
                     session.replace(module, "Trainer", Trainer)
-            session.replace(package, "Trainer", Trainer)
+            session.replace(trainer, "Trainer", Trainer)
+            session.replace(spawn, "get_preparation_data", lambda name: {**prepare(name), "doctor": self})
             session.enter_context(scripts_started_with(self.options.command))
+            session.callback(setattr, Optimizer, "__init__", Optimizer.__init__)
+            Optimizer.__init__ = _noting(Optimizer.__init__, self.sites.optimizers)  # type: ignore[method-assign]
             session.callback(setattr, Doctor, "active", None)
             Doctor.active = self
             return session.pop_all()
 
-    def found(self, run: RunState, report: Diagnosis) -> None:
-        """Write the verdict and the patch, and end the program. All ranks call this.
+    def on_verdict(self, run: RunState, case: Case, report: Diagnosis) -> Callable[[], None]:
+        """Try the remedy, and write it as a patch. All ranks call this.
 
-        Raises:
-            SystemExit: with the exit status, unless the program continues or has already failed.
+        Returns:
+            A function to call after the verdict was printed. It writes the files, and ends the program.
         """
         if self.status:
-            return
-        self.status = NO_PATCH
+            return _nothing
+        patch = Patch(line=report.remedy)
+        try:
+            try_steps(run, case, report)
+            if not (report.tried or "steps" in report.figures):
+                report.changes = ()  # an untried remedy is advice, not a patch
+            patch = make_patch(report, self.sites, self.folder)
+        except Exception:  # the user's code may fail if it runs twice
+            log.info("The remedy could not be tried on further steps.", exc_info=True)
+        self.status = PATCH if patch.text else NO_PATCH
+        return partial(self._end, run, report, patch)
+
+    def _end(self, run: RunState, report: Diagnosis, patch: Patch) -> None:
+        """Write the files, and end the program, unless it continues or has already failed."""
         if run.is_global_zero:
-            write_text(self.folder / FILE, json.dumps(report.as_dict(), indent=2) + "\n")
-            print_line(f"  doctor: {FILE} contains the verdict.")
+            facts = json.dumps(report.as_dict() | {"patch": vars(patch)}, indent=2)
+            write_text(self.folder / FILE, f"{facts}\n")
+            if patch.text:
+                write_text(self.folder / PATCH_FILE, patch.text)
+                print_line(f"  Patch: {PATCH_FILE}. {patch.note}".rstrip())
+            elif report.changes:
+                print_line(f"  Change: {patch.line}. {patch.note}".rstrip())
+            if (steps := report.figures.get("steps")) is not None and report.changes:
+                print_line(f"  Tried on the next steps: with it, the loss goes from {steps[0]:.3g} to {steps[1]:.3g}.")
         if not self.options.continues and run.status.status is not TrainerStatus.INTERRUPTED:
             raise SystemExit(self.status)
 
@@ -126,6 +157,29 @@ class Doctor:
         )
 
 
+def _resume(options: Options, folder: Path, sites: CallSites) -> Doctor:
+    if Doctor.active is None:
+        Doctor(options, folder, sites).watching()
+    assert Doctor.active is not None
+    return Doctor.active
+
+
+def _nothing() -> None:
+    """Do nothing after a second verdict."""
+
+
+def _noting(init: Callable[..., None], sites: list[Site]) -> Callable[..., None]:
+    """Return a constructor that also notes the program's call of it."""
+
+    @wraps(init)
+    def construct(*args: Any, **arguments: Any) -> None:
+        if (site := call_site()) is not None:
+            sites.append(site)
+        init(*args, **arguments)
+
+    return construct
+
+
 class Trainer(PlainTrainer):
     """The Trainer that replaces Lightning's in the program."""
 
@@ -141,10 +195,10 @@ class Trainer(PlainTrainer):
         if options.devices is not None:
             arguments["devices"] = options.devices
         arguments["callbacks"] = [*([own] if isinstance(own, Callback) else own or ()), _Observer(doctor)]
-        super().__init__(*args, **arguments)
+        _noting(super().__init__, doctor.sites.trainers)(*args, **arguments)
         for callback in self.callbacks:
             if isinstance(callback, OverflowReport):
-                callback.on_report = doctor.found
+                callback.on_verdict = doctor.on_verdict
 
 
 class _Observer(RunCallback):

@@ -32,6 +32,9 @@ from trainer.cli.commands import Command
 FILE = "doctor.json"
 """The file with the last verdict, in the working directory."""
 
+PATCH_FILE = "doctor.patch"
+"""The file with its patch, if there is one."""
+
 NOTHING_FOUND, FAILED, USAGE, PATCH, NO_PATCH = range(5)
 """The exit statuses."""
 
