@@ -206,8 +206,9 @@ def try_steps(
         settings: settings of the parameter groups.
         scale: the loss scale.
     """
+    others = {name: value for name, value in settings.items() if name != "lr"}
     rate = settings.get("lr", _highest_rate(run))
-    seen = _train(run, batches, rate, sys.float_info.max, settings, variant, scale)
+    seen = _train(run, batches, rate, sys.float_info.max, others, variant, scale)
     first = seen[: len(batches)]
     return sum(first) / len(batches) if len(first) == len(batches) else math.nan, _last_mean(seen, batches)
 
