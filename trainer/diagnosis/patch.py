@@ -411,8 +411,11 @@ def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
                 variant = variant._replace(own_autocast=False)
             elif change.owner == "optimizer":
                 settings[change.name] = change.value
+            elif change.value == "16-mixed":
+                return  # the optimizer steps with float16 weights
             elif isinstance(change.value, str):
-                variant, scale = (FLOAT32 if change.value == "32-true" else Variant(torch.bfloat16)), 1.0
+                wide = Variant(torch.bfloat16) if change.value == "bf16-mixed" else FLOAT32
+                variant, scale = wide._replace(own_autocast=variant.own_autocast), 1.0
             else:
                 variant = variant._replace(modules=change.value.get("fp32_modules", ()))
                 scale = change.value.get("init_scale", scale)
