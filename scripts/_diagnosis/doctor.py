@@ -27,6 +27,7 @@ from _diagnosis import posted, programs
 from _diagnosis.bench import VERDICTS, cause, learns
 from _diagnosis.frameworks import Outcome, Scaler, run_lightning, run_pytorch
 from _diagnosis.programs import EPOCHS, PROGRAMS, Program
+from trainer.cli import main
 from trainer.precision import cuda_autocast_ops
 
 SCRIPT = "train.py"
@@ -192,7 +193,7 @@ def run_doctor(folder: Path) -> Run:
     """Run the script of a folder in ``trainer doctor``."""
     for name in ("doctor.json", "doctor.patch", "losses.txt"):
         (folder / name).unlink(missing_ok=True)
-    status, text = _in_child(folder, partial(_doctor, folder))
+    status, text = _in_child(folder, partial(main, ["doctor", SCRIPT]))
     losses, found = folder / "losses.txt", folder / "doctor.json"
     return Run(
         status, text,
@@ -269,7 +270,7 @@ def _in_child(folder: Path, run: Callable[[], int]) -> tuple[int, str]:
 
 
 def _run_tool(tool: str, program: type[Program]) -> int:
-    """Train a program with a tool. As in ``frameworks.py``, on a CPU with a float16 scaler and CUDA's autocast lists."""
+    """Train a program with a tool. As in ``frameworks.py``, with a float16 scaler and CUDA's autocast lists."""
     kind = runpy.run_path(SCRIPT)[program.__name__]
     scaler = Scaler("cpu", enabled=kind.precision == "16-mixed", **kind.scaling)
     with cuda_autocast_ops() if scaler.is_enabled() else nullcontext():
@@ -324,41 +325,3 @@ def _is_named(verdict: str, found: dict[str, Any], text: str) -> bool:
         return True
     module = re.search(r"^ +([\w.]+) \w+\n[ \d]", forward, re.MULTILINE)
     return first is not None and module is not None and module[1] == place.get("module")
-
-
-def _doctor(folder: Path) -> int:
-    import runpy, traceback, dataclasses
-    import lightning, lightning.pytorch, torch
-    import trainer
-    from trainer import Trainer as Ours
-    from trainer.diagnosis.overflow_report import OverflowReport
-    from trainer.diagnosis.patch import CallSites, call_site, make_patch, try_steps
-    sites = CallSites()
-    class Stop(BaseException): pass
-    class Trainer(Ours):
-        def __init__(self, *a, **k):
-            sites.trainers.append(call_site())
-            super().__init__(*a, **k)
-            for c in self.callbacks:
-                if isinstance(c, OverflowReport): c.on_verdict = on_verdict
-    def on_verdict(run, case, report):
-        had = bool(report.changes)
-        try: try_steps(run, case, report)
-        except Exception: traceback.print_exc(); os._exit(77)
-        patch = make_patch(report, sites, folder)
-        print(*report.lines(), sep="\n"); print(report.figures, patch.text, patch.line, patch.note)
-        Path("doctor.json").write_text(json.dumps(report.as_dict() | {"patch": dataclasses.asdict(patch)}))
-        if patch.text: Path("doctor.patch").write_text(patch.text)
-        raise Stop
-    lightning.Trainer = lightning.pytorch.Trainer = trainer.Trainer = Trainer
-    own = torch.optim.Optimizer.__init__
-    def init(self, *a, **k):
-        sites.optimizers.append(call_site())
-        own(self, *a, **k)
-    torch.optim.Optimizer.__init__ = init
-    sys.argv = [SCRIPT]
-    try:
-        runpy.run_path(str(folder / SCRIPT), run_name="__main__")
-    except Stop: return 3 if Path("doctor.patch").exists() else 4
-    except Exception: traceback.print_exc(); return 1
-    return 0
