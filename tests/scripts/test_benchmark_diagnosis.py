@@ -10,7 +10,7 @@ import pytest
 from _diagnosis import frameworks
 from _diagnosis.bench import learns
 from _diagnosis.programs import PROGRAMS
-from _diagnosis.remedy import edited, execute, remedy_in
+from _diagnosis.remedy import execute
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPRESENTATIVES = (
@@ -61,9 +61,11 @@ def test_a_remedy_for_code_in_a_notebook(capsys, monkeypatch):
 
     assert not all(map(math.isfinite, run_cell(cell, 1)))
     printed = "".join(capsys.readouterr())
-    found = re.search(r"(\d+)(?: of the cell)? write: (.+?)(?:  \[tried|$)", remedy_in(printed))
+    found = re.search(r"Remedy: in line (\d+) of the cell write: (.+?)  \[tried", printed)
     assert found is not None, printed
-    assert learns(run_cell(edited(cell, int(found[1]), found[2]), 2))
+    lines = cell.splitlines()
+    lines[int(found[1]) - 1] = textwrap.indent(found[2], " " * 8)
+    assert learns(run_cell("\n".join(lines), 2))
 
 
 def test_frameworks_count_skipped_steps_and_losses_that_are_not_finite():

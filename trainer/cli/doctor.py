@@ -148,9 +148,10 @@ def _apply() -> int:
     """
     if not Path(FILE).is_file():
         raise UsageError(f"There is no {FILE} in this folder, expected the one that doctor writes with a verdict.")
-    patch = json.loads(Path(FILE).read_text(encoding="utf-8"))["patch"]
+    facts = json.loads(Path(FILE).read_text(encoding="utf-8"))
+    patch = facts["patch"]
     if not patch["text"]:
-        raise UsageError(f"The last verdict has no patch, but this remedy: {patch['line']}.")
+        raise UsageError(f"The last verdict has no patch, but this remedy: {facts['remedy'].rstrip('.')}.")
     before = {name: Path(name).read_bytes() if Path(name).is_file() else b"" for name in patch["edits"]}
     changed = [name for name, data in before.items() if hashlib.sha256(data).hexdigest() != patch["digests"][name]]
     if changed:

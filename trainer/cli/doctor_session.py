@@ -117,7 +117,7 @@ class Doctor:
         """
         if self.status:
             return _nothing
-        patch = Patch(line=report.remedy)
+        patch = Patch()
         try:
             try_steps(run, case, report)
             if not (report.tried or "steps" in report.figures):
@@ -136,7 +136,7 @@ class Doctor:
             if patch.text:
                 write_text(self.folder / PATCH_FILE, patch.text)
                 print_line(f"  Patch: {PATCH_FILE}. {patch.note}".rstrip())
-            elif report.changes:
+            elif patch.line:
                 print_line(f"  Change: {patch.line}. {patch.note}".rstrip())
             if (steps := report.figures.get("steps")) is not None and report.changes:
                 print_line(f"  Tried on the next steps: with it, the loss goes from {steps[0]:.3g} to {steps[1]:.3g}.")

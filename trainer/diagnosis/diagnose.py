@@ -650,12 +650,11 @@ def _divergence(run: RunState, case: Case, finding: Finding) -> Diagnosis:
     text = f"{setting}"
     if name == "lr":
         text = f"{'a schedule that stays at' if run.schedules else 'a lower learning rate,'} {setting}"
-        if setting.old is not None and rate > setting.old:  # by the schedule
-            setting = setting._replace(old=None)
+    is_scheduled = name == "lr" and setting.old is not None and rate > setting.old
     return _diagnosis(
         case, finding, "divergence",
         f"The steps make the loss grow without bound{', in float32 too' if case.batches else ''}: {cause}.",
-        Remedy(text, tried, (setting,)),
+        Remedy(text, tried, () if is_scheduled else (setting,)),
         alternative=_normalization(finding, 20.0) or f"clip gradients: {remedies.clipping()}",
         figures={} if learned is None else {"loss": (learned.before, learned.after)},
     )  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import currentframe
+from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class Patch:
 
     Attributes:
         text: unified diff with paths relative to the folder; "" if the remedy cannot be written as one.
-        line: the remedy as an instruction with the place.
+        line: the remedy as an instruction with the place; "" if it changes no code and no argument.
         note: an explanation, or the reason that there is no diff; may be "".
         digests: SHA-256 of each file that the diff changes, before the change, by its path relative to the folder.
         edits: the diff as new texts for parts of these files, each between two byte offsets, the last one first.
@@ -85,8 +86,8 @@ class _Edit(NamedTuple):
 
 
 def call_site() -> Site | None:
-    """Return the innermost call in the program's code on the stack; None if there is none."""
-    for frame, _ in walk_stack(currentframe()):
+    """Return the innermost call in the program's code that has led to the caller; None if there is none."""
+    for frame, _ in islice(walk_stack(currentframe()), 2, None):
         if is_users_file(file := frame.f_code.co_filename) and Path(file).is_file():
             positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
             return None if None in positions else Site(file, *positions)  # type: ignore[arg-type]
@@ -102,10 +103,13 @@ def make_patch(report: Diagnosis, sites: CallSites, folder: Path) -> Patch:
         folder: the folder that the paths in the patch are relative to.
     """
     patch = Patch(line="; ".join(_lines(report, sites)))
-    if not report.changes:
-        return patch
-    files = _Files(folder.resolve(), {site.file for site in (*sites.trainers, *sites.optimizers)})
+    before, after = report.figures.get("steps", (0.0, 0.0))
     try:
+        if not after <= before + 0.1 * abs(before):
+            raise _NoDiffError(
+                f"No patch was written, because the loss goes from {before:.3g} to {after:.3g} in a few steps with it."
+            )
+        files = _Files(folder.resolve(), {site.file for site in (*sites.trainers, *sites.optimizers)})
         for change in report.changes:
             if isinstance(change, Change):
                 files.replace_statements(change)
@@ -126,8 +130,6 @@ def make_patch(report: Diagnosis, sites: CallSites, folder: Path) -> Patch:
 
 
 def _lines(report: Diagnosis, sites: CallSites) -> Iterator[str]:
-    if not report.changes:
-        yield report.remedy
     for change in report.changes:
         if not isinstance(change, Setting):
             yield f"{change}"
@@ -158,7 +160,7 @@ class _Files:
 
     def _is_own(self, path: Path) -> bool:
         return (
-            path.suffix == ".py" and path.is_file() and path.is_relative_to(self._folder) and is_users_file(str(path))
+            path.suffix == ".py" and path.is_relative_to(self._folder) and is_users_file(f"{path}") and path.is_file()
         )
 
     def _parse(self, path: Path) -> ast.Module:
@@ -209,8 +211,11 @@ class _Files:
             return
         texts = [one for one in ast.walk(old) if isinstance(one, (ast.Constant, ast.JoinedStr))]
         inside = {n for one in texts for n in range(one.lineno + 1, (one.end_lineno or 0) + 1)}
-        shift, lines = old.body[0].col_offset - old.col_offset, self._data[path].decode().split("\n")
-        body = range(old.body[0].lineno, (old.end_lineno or 0) + 1)
+        data = self._data[path][: self._span(path, old)[1]]
+        shift, lines = old.body[0].col_offset - old.col_offset, data.decode().split("\n")
+        codes = {n: lines[n - 1].partition("#")[0].rstrip() for n in range(removal.line, old.body[0].lineno)}
+        colon = next(n for n, code in codes.items() if code.endswith(":"))
+        body = range(colon + 1, (old.end_lineno or 0) + 1)
         kept = [lines[n - 1] if n in inside else lines[n - 1].removeprefix(" " * shift) for n in body]
         self._edit(path, old, "\n".join(kept)[old.col_offset :])
 
@@ -235,8 +240,9 @@ class _Files:
             return
         found = self._literals({setting.name} if value is None else _names_in(value), setting)
         if len(found) != 1:
-            several = "several places set" if found else "no literal in the program's files sets"
-            raise _NoDiffError(f"No patch was written, because {several} {setting.name}={setting.old}.")
+            several = "several literals set" if found else "no literal in the program's files sets"
+            old = "" if setting.old is None else f"={setting.old}"
+            raise _NoDiffError(f"No patch was written, because {several} {setting.name}{old}.")
         self._edit(*found[0], setting.code)
 
     def _call(self, path: Path, site: Site) -> ast.Call:
@@ -261,6 +267,7 @@ class _Files:
             raise _NoDiffError(f"No patch was written, because {len(set(sites))} calls create a Trainer.")
         path = Path(sites[0].file).resolve()
         call = self._call(path, sites[0])
+        note = "" if isinstance(setting.value, str) else self._import_trainer(path, call)
         plugins = next((keyword for keyword in call.keywords if keyword.arg == "plugins"), None)
         if plugins is not None and "MixedPrecision(" in ast.unparse(plugins.value):
             if isinstance(plugins.value, ast.List) and len(plugins.value.elts) > 1:
@@ -274,7 +281,7 @@ class _Files:
                 self.set_argument(setting, sites[0])
             else:
                 self._edit(path, given.value, setting.code)
-        return "" if isinstance(setting.value, str) else self._import_trainer(path, call)
+        return note
 
     def _import_trainer(self, path: Path, call: ast.Call) -> str:
         """Write the imports of this project's Trainer and ``MixedPrecision``, and return a note."""
@@ -397,9 +404,8 @@ def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
     """Try the changes of a report on a few steps, from the weights before the failing batch; restore everything.
 
     The steps repeat the failing batch and the recorded ones after it and before it. ``report.figures["steps"]`` is set
-    to the mean loss of the first and of the last pass. If the latter is higher, or a loss is not finite,
-    ``report.changes`` becomes (): none of these changes is offered as a patch. Without a try if a step cannot be
-    repeated (:func:`~trainer.diagnosis.remedies.can_step`).
+    to the mean loss of the first and of the last pass, which is inf if a loss is not finite or the losses rise.
+    Without a try if a step cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
     """
     batches = [*(case.since or case.batches), *case.recent[::-1]][:_BATCHES]
     if not report.changes or not batches or not remedies.can_step(run) or not (case.before or are_finite(run.module)):
@@ -413,13 +419,14 @@ def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
                 variant = variant._replace(own_autocast=False)
             elif change.owner == "optimizer":
                 settings[change.name] = change.value
+            elif change.value == "16-mixed":
+                return  # the optimizer steps with float16 weights
             elif isinstance(change.value, str):
-                variant, scale = (FLOAT32 if change.value == "32-true" else Variant(torch.bfloat16)), 1.0
+                wide = Variant(torch.bfloat16) if change.value == "bf16-mixed" else FLOAT32
+                variant, scale = wide._replace(own_autocast=variant.own_autocast), 1.0
             else:
                 variant = variant._replace(modules=change.value.get("fp32_modules", ()))
                 scale = change.value.get("init_scale", scale)
         stack.enter_context(remedies.weights_of(run, case.before))
         before, after = remedies.try_steps(run, batches, variant, settings, scale)
     report.figures = {**report.figures, "steps": (before, after)}
-    if not after <= before + 0.1 * abs(before):
-        report.changes = ()

@@ -206,8 +206,9 @@ def try_steps(
         settings: settings of the parameter groups.
         scale: the loss scale.
     """
+    others = {name: value for name, value in settings.items() if name != "lr"}
     rate = settings.get("lr", _highest_rate(run))
-    seen = _train(run, batches, rate, sys.float_info.max, settings, variant, scale)
+    seen = _train(run, batches, rate, sys.float_info.max, others, variant, scale)
     first = seen[: len(batches)]
     return sum(first) / len(batches) if len(first) == len(batches) else math.nan, _last_mean(seen, batches)
 
@@ -295,7 +296,7 @@ def _last_mean(seen: Sequence[float], batches: Sequence[RecordedBatch]) -> float
     if len(seen) < size * _PASSES:
         return math.inf
     means = [sum(seen[at : at + size]) / size for at in range(0, len(seen), size)]
-    falls = max(means) <= 1.2 * means[0] and means[-1] <= min(means) + 0.1 * abs(min(means))
+    falls = max(means) <= means[0] + 0.2 * abs(means[0]) and means[-1] <= min(means) + 0.1 * abs(min(means))
     return means[-1] if falls else math.inf
 
 
