@@ -146,7 +146,7 @@ class Doctor:
     def print_summary(self) -> None:
         """Print one line with the figures of the watched fits."""
         if not self.fits:
-            print_line("doctor: nothing was watched, because the program ran no fit of a Trainer in this process.")
+            print_line("doctor: nothing was watched: the program ran no fit of a Trainer, or only fits with DeepSpeed.")
             return
         scales = [f"loss scale {self.scales[0]:g} to {self.scales[1]:g}"] if self.scales else []
         facts = [*scales, f"{self.skipped} skipped", f"{self.waited / max(self.seconds, 1e-9):.0%} of the time"]
@@ -215,7 +215,8 @@ class _Observer(RunCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Set the limits of the fit, so that schedules that depend on its length stay the same."""
         run, options = state_of(trainer), self._doctor.options
-        self._first = run.global_step, run.progress.skipped_steps
+        if any(isinstance(callback, OverflowReport) for callback in run.callbacks):  # not with DeepSpeed
+            self._first = run.global_step, run.progress.skipped_steps
         self._deadline = time.monotonic() + (options.max_time or 0.0)
         if options.max_steps is not None:
             last = run.global_step + options.max_steps
