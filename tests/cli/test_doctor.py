@@ -129,6 +129,11 @@ def test_results_are_those_of_lightning_and_the_output_has_one_more_line(doctor,
     assert pl.Trainer.__module__ == "lightning.pytorch.trainer.trainer"
 
 
+def test_fit_that_is_not_watched_is_not_reported_as_good(doctor):
+    write(Path(), {"train.py": PROGRAM.replace("logger=False,", "barebones=True,")})
+    assert "\ndoctor: nothing was watched" in doctor("train.py", "value=nan")[1]
+
+
 def test_limits_keep_the_length_that_schedules_expect(doctor):
     program = ("train.py", "accelerator=gpu", "devices=4", "precision=16-mixed")
     status, out, _ = doctor("--max-steps", "3", "--accelerator", "cpu", *program)
@@ -169,7 +174,7 @@ def test_patch_is_applied_to_unchanged_files_only(doctor):
     status, out, _ = doctor("train.py", "epochs=4")
     facts = json.loads(Path("doctor.json").read_text())
     assert (status, facts["verdict"]) == (PATCH, "divergence")
-    assert "\n  Patch: doctor.patch." in out
+    assert "\n  Patch: git apply doctor.patch." in out
     assert program.read_text() == wrong
     rate = re.search(r"\+ .+ lr=([\d.]+)\)\n", Path("doctor.patch").read_text())[1]
     patched = wrong.replace("lr=20.0", f"lr={rate}")

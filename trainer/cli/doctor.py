@@ -43,11 +43,9 @@ def command(arguments: Arguments) -> int:
     folder = Path.cwd() if given.module else Path(given.program).resolve().parent
     if not given.module and not Path(given.program).is_file():
         raise UsageError(f"Got the program {given.program}, expected a file, or -m MODULE. Options precede it.")
-    own = [name for name in ("trainer.py", "trainer/__init__.py") if (folder / name).is_file()]
-    if own and (folder / own[0]).resolve().parent != Path(__file__).parents[1]:
-        raise UsageError(
-            f"{folder / own[0]} has the name of this package, so `import trainer` would be ambiguous. Rename it."
-        )
+    own = [file for pattern in ("trainer.py", "trainer/*.py") for file in folder.glob(pattern)]
+    if own and own[0].resolve().parent != Path(__file__).parents[1]:
+        raise UsageError(f"{own[0]} has the name of this package, so `import trainer` would be ambiguous. Rename it.")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in any Python program
     if not sys.flags.safe_path:
