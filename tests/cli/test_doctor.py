@@ -101,7 +101,8 @@ def doctor(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.representative
 def test_program_runs_as_python_runs_it(tmp_path, python):
-    shown = "print(__name__, __file__, __spec__ and __spec__.name, sys.argv, sys.path[0], value)"
+    shown = "number: int = value\nprint(__name__, __file__, __spec__ and __spec__.name, sys.argv, sys.path[0])\n"
+    shown += "print(sys.modules['__main__'].number, __annotations__)"
     files = {
         "package/__init__.py": "", "package/other.py": "value = 7",
         "package/relative.py": f"import sys\nfrom .other import value\n{shown}",

@@ -109,16 +109,16 @@ def _run(given: argparse.Namespace, words: list[str]) -> int:
             failure = error.exit_code if error.exit_code in (PATCH, NO_PATCH) else _print_error(error)
         except Exception as error:
             failure = _print_error(error)
-    if doctor.status and (failure or is_first()):
+    if doctor.status and is_first():
         return doctor.status
     if not failure and is_first():
         doctor.print_summary()
-    return failure
+    return failure  # of other ranks: 0 after a verdict, so that launchers do not report a failure
 
 
 def _run_file(path: str) -> None:
     """Run a file like ``python path``. Unlike ``runpy.run_path``, keep ``sys.argv[0]`` as the user wrote it."""
-    code = compile(Path(path).read_bytes(), path, "exec")
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(__file__=path, __builtins__=builtins)
     exec(code, vars(module))

@@ -141,7 +141,8 @@ class Doctor:
             if (steps := report.figures.get("steps")) is not None and report.changes:
                 print_line(f"  Tried on the next steps: with it, the loss goes from {steps[0]:.3g} to {steps[1]:.3g}.")
         if not self.options.continues and run.status.status is not TrainerStatus.INTERRUPTED:
-            raise SystemExit(self.status)
+            run.collectives.barrier("doctor")  # torchrun ends the first rank when another one has ended
+            raise SystemExit(self.status if run.is_global_zero else 0)
 
     def print_summary(self) -> None:
         """Print one line with the figures of the watched fits."""
