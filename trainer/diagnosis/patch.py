@@ -65,12 +65,14 @@ class Patch:
         line: the remedy as an instruction with the place; "" if it changes no code and no argument.
         note: an explanation, or the reason that there is no diff; may be "".
         digests: SHA-256 of each file that the diff changes, before the change, by its path relative to the folder.
+        edits: the diff as new texts for parts of these files, each between two byte offsets, the last one first.
     """
 
     text: str = ""
     line: str = ""
     note: str = ""
     digests: dict[str, str] = field(default_factory=dict)
+    edits: dict[str, list[_Edit]] = field(default_factory=dict)
 
 
 class _NoDiffError(Exception):
@@ -120,7 +122,7 @@ def make_patch(report: Diagnosis, sites: CallSites, folder: Path) -> Patch:
                     files.set_argument(change, site)
                 if not sites.optimizers:
                     raise _NoDiffError("no call in the program creates an optimizer")
-        patch.text, patch.digests = files.diff(), files.digests()
+        patch.text, patch.digests, patch.edits = files.diff(), files.digests(), files.edits()
     except _NoDiffError as reason:
         patch.note = f"No patch was written, because {reason}."
     return patch
@@ -317,7 +319,7 @@ class _Files:
                 ast.parse(data)
             except SyntaxError:
                 raise _NoDiffError(f"{path} would no longer be Python code") from None
-            name = path.relative_to(self._folder).as_posix()
+            name = self._name(path)
             end = "\t" if " " in name else ""  # for names with spaces
             old, new = (text.decode().split("\n") for text in (self._data[path], data))
             before, after = ([*(f"{line}\n" for line in text[:-1]), *text[-1:]] for text in (old, new))
@@ -328,8 +330,14 @@ class _Files:
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of each file with edits."""
-        names = {path: path.relative_to(self._folder).as_posix() for path in self._edits}
-        return {name: hashlib.sha256(self._data[path]).hexdigest() for path, name in names.items()}
+        return {self._name(path): hashlib.sha256(self._data[path]).hexdigest() for path in self._edits}
+
+    def edits(self) -> dict[str, list[_Edit]]:
+        """Return the edits of each file, the last one first."""
+        return {self._name(path): sorted(new, reverse=True) for path, new in self._edits.items()}
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._folder).as_posix()
 
 
 def _fits(value: ast.expr, setting: Setting) -> bool:
