@@ -6,9 +6,10 @@ import ast
 import difflib
 import hashlib
 import inspect
+import math
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from inspect import currentframe
 from itertools import islice
@@ -109,6 +110,8 @@ def make_patch(report: Diagnosis, sites: CallSites, folder: Path) -> Patch:
     try:
         if not after <= before + 0.1 * abs(before):
             raise _NoDiffError(f"the loss goes from {before:.3g} to {after:.3g} in a few steps with it")
+        if report.changes and not (report.tried or "steps" in report.figures):
+            raise _NoDiffError("the change could not be tried")
         files = _Files(folder.resolve(), {site.file for site in (*sites.trainers, *sites.optimizers)})
         for change in report.changes:
             if isinstance(change, Change):
@@ -398,8 +401,8 @@ def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
     """Try the changes of a report on a few steps, from the weights before the failing batch; restore everything.
 
     The steps repeat the failing batch and the recorded ones after it and before it. ``report.figures["steps"]`` is set
-    to the mean loss of the first and of the last pass, which is inf if a loss is not finite or the losses rise.
-    Without a try if a step cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
+    to the mean loss of the first and of the last pass, which is inf if a loss is not finite or the losses rise, and nan
+    if a step fails. Without a try if a step cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
     """
     batches = [*(case.since or case.batches), *case.recent[::-1]][:_BATCHES]
     if not report.changes or not batches or not remedies.can_step(run) or not (case.before or are_finite(run.module)):
@@ -422,5 +425,7 @@ def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
                 variant = variant._replace(modules=change.value.get("fp32_modules", ()))
                 scale = change.value.get("init_scale", scale)
         stack.enter_context(remedies.weights_of(run, case.before))
-        before, after = remedies.try_steps(run, batches, variant, settings, scale)
-    report.figures = {**report.figures, "steps": (before, after)}
+        steps = math.nan, math.nan
+        with suppress(Exception):  # the user's code may fail if it runs twice
+            steps = remedies.try_steps(run, batches, variant, settings, scale)
+    report.figures = {**report.figures, "steps": steps}
