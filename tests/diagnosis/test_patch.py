@@ -146,7 +146,7 @@ def test_fp32_modules_change_the_import_of_the_trainer(program, tmp_path, monkey
     monkeypatch.setattr(sys.modules["lightning.pytorch"], "Trainer", L.Trainer)
     patch = program(FP32_MODULES, train=f"{source}\n")
     if expected is None:
-        assert (patch.text, patch.note) == ("", "T in train.py:2 is not Lightning's Trainer.")
+        assert (patch.text, patch.note) == ("", "No patch was written, because T in train.py:2 is not Lightning's.")
     else:
         applied(tmp_path, patch)
         assert (tmp_path / "train.py").read_text() == f"{expected}\n"
@@ -197,7 +197,8 @@ def test_installed_packages_and_changes_that_do_not_help_get_no_patch(program, t
     outside = Removal(nn.__file__, 5)
     patch = program(outside, train="")
     assert (patch.text, patch.line) == ("", "remove torch.autocast in __init__.py:5")
-    assert patch.note == f"{Path(nn.__file__).resolve()} is not a Python file of the program's folder."
+    reason = f"{Path(nn.__file__).resolve()} is not a Python file of the program's folder"
+    assert patch.note == f"No patch was written, because {reason}."
     patch = program(lr(), figures={"steps": (1.0, 1.2)}, train=f"{PARAMETERS}torch.optim.SGD(parameters, lr=0.5)\n")
     assert patch.text == ""
     assert patch.note == "No patch was written, because the loss goes from 1 to 1.2 in a few steps with it."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import sys
 import time
@@ -33,8 +32,6 @@ from trainer.diagnosis.patch import CallSites, Patch, Site, call_site, make_patc
 from trainer.diagnosis.report_file import Diagnosis
 from trainer.loop.run_state import RunState, state_of
 from trainer.trainer import Trainer as PlainTrainer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,14 +114,8 @@ class Doctor:
         """
         if self.status:
             return _nothing
-        patch = Patch()
-        try:
-            try_steps(run, case, report)
-            if not (report.tried or "steps" in report.figures):
-                report.changes = ()  # an untried remedy is advice, not a patch
-            patch = make_patch(report, self.sites, self.folder)
-        except Exception:  # the user's code may fail if it runs twice
-            log.info("The remedy could not be tried on further steps.", exc_info=True)
+        try_steps(run, case, report)
+        patch = make_patch(report, self.sites, self.folder)
         self.status = PATCH if patch.text else NO_PATCH
         return partial(self._end, run, report, patch)
 

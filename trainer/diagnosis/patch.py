@@ -6,12 +6,14 @@ import ast
 import difflib
 import hashlib
 import inspect
+import math
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from inspect import currentframe
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ _BATCHES = 8
 """Maximum number of batches to try a remedy on."""
 _HOPS = 4
 """Maximum number of names between a literal and the argument that gets its value."""
+_POSITION = attrgetter("lineno", "end_lineno", "col_offset", "end_col_offset")
 _PACKAGES = ("lightning", "pytorch_lightning")
 
 
@@ -106,9 +109,9 @@ def make_patch(report: Diagnosis, sites: CallSites, folder: Path) -> Patch:
     before, after = report.figures.get("steps", (0.0, 0.0))
     try:
         if not after <= before + 0.1 * abs(before):
-            raise _NoDiffError(
-                f"No patch was written, because the loss goes from {before:.3g} to {after:.3g} in a few steps with it."
-            )
+            raise _NoDiffError(f"the loss goes from {before:.3g} to {after:.3g} in a few steps with it")
+        if report.changes and not (report.tried or "steps" in report.figures):
+            raise _NoDiffError("the change could not be tried")
         files = _Files(folder.resolve(), {site.file for site in (*sites.trainers, *sites.optimizers)})
         for change in report.changes:
             if isinstance(change, Change):
@@ -121,11 +124,10 @@ def make_patch(report: Diagnosis, sites: CallSites, folder: Path) -> Patch:
                 for site in dict.fromkeys(sites.optimizers):
                     files.set_argument(change, site)
                 if not sites.optimizers:
-                    raise _NoDiffError("No patch was written, because no call in the program creates an optimizer.")
+                    raise _NoDiffError("no call in the program creates an optimizer")
         patch.text, patch.digests, patch.edits = files.diff(), files.digests(), files.edits()
     except _NoDiffError as reason:
-        patch.note = f"{reason}"
-        return patch
+        patch.note = f"No patch was written, because {reason}."
     return patch
 
 
@@ -166,7 +168,7 @@ class _Files:
     def _parse(self, path: Path) -> ast.Module:
         if path not in self._trees:
             if not self._is_own(path):
-                raise _NoDiffError(f"{path} is not a Python file of the program's folder.")
+                raise _NoDiffError(f"{path} is not a Python file of the program's folder")
             try:
                 self._data[path] = path.read_bytes()
                 self._trees[path] = ast.parse(self._data[path])
@@ -183,18 +185,18 @@ class _Files:
         assert node.end_col_offset is not None
         return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
-    def _edit(self, path: Path, node: ast.expr | ast.stmt | ast.keyword, text: str) -> None:
-        self._edits.setdefault(path, set()).add(_Edit(*self._span(path, node), text))
+    def _edit(self, path: Path, span: tuple[int, int], text: str) -> None:
+        self._edits.setdefault(path, set()).add(_Edit(*span, text))
 
-    def _insert(self, path: Path, offset: int, text: str) -> None:
-        self._edits.setdefault(path, set()).add(_Edit(offset, offset, text))
+    def _replace(self, path: Path, node: ast.expr | ast.stmt | ast.keyword, text: str) -> None:
+        self._edit(path, self._span(path, node), text)
 
     def replace_statements(self, change: Change) -> None:
         """Write new statements in place of old ones."""
         path = Path(change.file).resolve()
         self._parse(path)
         for old, new in change.replaced():
-            self._edit(path, old, new)
+            self._replace(path, old, new)
 
     def remove_with(self, removal: Removal) -> None:
         """Remove a ``with`` statement, or its context, but not its body."""
@@ -202,22 +204,22 @@ class _Files:
         withs = [one for one in ast.walk(self._parse(path)) if isinstance(one, ast.With)]
         old = next((one for one in withs if one.lineno <= removal.line < one.body[0].lineno), None)
         if old is None:
-            raise _NoDiffError(f"torch.autocast is not in a `with` statement in {place(*removal)}.")
+            raise _NoDiffError(f"torch.autocast is not in a `with` statement in {place(*removal)}")
         others = [item for item in old.items if "autocast" not in ast.unparse(item.context_expr)]
         if others:
-            items = ", ".join(map(ast.unparse, others))
             first, last = old.items[0].context_expr, old.items[-1].optional_vars or old.items[-1].context_expr
-            self._edits.setdefault(path, set()).add(_Edit(self._span(path, first)[0], self._span(path, last)[1], items))
+            span = self._span(path, first)[0], self._span(path, last)[1]
+            self._edit(path, span, ", ".join(map(ast.unparse, others)))
             return
         texts = [one for one in ast.walk(old) if isinstance(one, (ast.Constant, ast.JoinedStr))]
         inside = {n for one in texts for n in range(one.lineno + 1, (one.end_lineno or 0) + 1)}
-        data = self._data[path][: self._span(path, old)[1]]
-        shift, lines = old.body[0].col_offset - old.col_offset, data.decode().split("\n")
+        span = self._span(path, old)
+        shift, lines = old.body[0].col_offset - old.col_offset, self._data[path][: span[1]].decode().split("\n")
         codes = {n: lines[n - 1].partition("#")[0].rstrip() for n in range(removal.line, old.body[0].lineno)}
         colon = next(n for n, code in codes.items() if code.endswith(":"))
         body = range(colon + 1, (old.end_lineno or 0) + 1)
         kept = [lines[n - 1] if n in inside else lines[n - 1].removeprefix(" " * shift) for n in body]
-        self._edit(path, old, "\n".join(kept)[old.col_offset :])
+        self._edit(path, span, "\n".join(kept)[old.col_offset :])
 
     def set_argument(self, setting: Setting, site: Site) -> None:
         """Write the value of an argument at the call, or the literal that the argument gets its value from."""
@@ -231,25 +233,27 @@ class _Files:
             position = names.index(setting.name) if setting.name in names else len(call.args)
             value = call.args[position] if position < len(call.args) else None
         if value is not None and _fits(value, setting):
-            self._edit(path, value, setting.code)
+            self._replace(path, value, setting.code)
             return
         if value is None and is_direct and None not in given:
             arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
             end = max((self._span(path, one)[1] for one in arguments), default=self._span(path, call)[1] - 1)
-            self._insert(path, end, f"{', ' if arguments else ''}{setting.name}={setting.code}")
+            self._edit(path, (end, end), f"{', ' if arguments else ''}{setting.name}={setting.code}")
             return
         found = self._literals({setting.name} if value is None else _names_in(value), setting)
         if len(found) != 1:
             several = "several literals set" if found else "no literal in the program's files sets"
             old = "" if setting.old is None else f"={setting.old}"
-            raise _NoDiffError(f"No patch was written, because {several} {setting.name}{old}.")
-        self._edit(*found[0], setting.code)
+            raise _NoDiffError(f"{several} {setting.name}{old}")
+        if found[0][0] != path and "(" in setting.code:
+            raise _NoDiffError(f"{found[0][0].name} would need its import, too")
+        self._replace(*found[0], setting.code)
 
     def _call(self, path: Path, site: Site) -> ast.Call:
         for node in ast.walk(self._parse(path)):
-            if isinstance(node, ast.Call) and _position(node) == site[1:]:
+            if isinstance(node, ast.Call) and _POSITION(node) == site[1:]:
                 return node
-        raise _NoDiffError(f"No call was found in {place(site.file, site.line)}.")
+        raise _NoDiffError(f"no call was found in {place(site.file, site.line)}")
 
     def _literals(self, names: set[str], setting: Setting) -> list[tuple[Path, ast.expr]]:
         """Return the literals that fit the setting and are bound to one of the names with the fewest names between."""
@@ -264,45 +268,42 @@ class _Files:
     def set_precision(self, setting: Setting, sites: list[Site]) -> str:
         """Write the Trainer's precision, and return a note. ``MixedPrecision`` needs this project's Trainer."""
         if len(set(sites)) != 1:
-            raise _NoDiffError(f"No patch was written, because {len(set(sites))} calls create a Trainer.")
+            raise _NoDiffError(f"{len(set(sites))} calls create a Trainer")
         path = Path(sites[0].file).resolve()
         call = self._call(path, sites[0])
         note = "" if isinstance(setting.value, str) else self._import_trainer(path, call)
-        plugins = next((keyword for keyword in call.keywords if keyword.arg == "plugins"), None)
+        given = {keyword.arg: keyword for keyword in call.keywords}
+        plugins = given.get("plugins")
         if plugins is not None and "MixedPrecision(" in ast.unparse(plugins.value):
             if isinstance(plugins.value, ast.List) and len(plugins.value.elts) > 1:
-                raise _NoDiffError("No patch was written, because the Trainer has several plugins.")
-            self._edit(path, plugins, f"precision={setting.code}")
-        elif isinstance(setting.value, str):
-            self.set_argument(setting, sites[0])
+                raise _NoDiffError("the Trainer has several plugins")
+            self._replace(path, plugins, f"precision={setting.code}")
+        elif "precision" in given and not isinstance(setting.value, str):
+            self._replace(path, given["precision"].value, setting.code)
         else:
-            given = next((keyword for keyword in call.keywords if keyword.arg == "precision"), None)
-            if given is None:
-                self.set_argument(setting, sites[0])
-            else:
-                self._edit(path, given.value, setting.code)
+            self.set_argument(setting, sites[0])
         return note
 
     def _import_trainer(self, path: Path, call: ast.Call) -> str:
         """Write the imports of this project's Trainer and ``MixedPrecision``, and return a note."""
-        statements = [one for one in ast.walk(self._trees[path]) if isinstance(one, (ast.Import, ast.ImportFrom))]
-        theirs = [one for one in statements if _packages_of(one) & {*_PACKAGES} and one.lineno < call.lineno]
+        scopes: list[Any] = [one for one in ast.walk(self._trees[path]) if isinstance(one, ast.FunctionDef)]
+        scopes = [self._trees[path], *(one for one in scopes if one.lineno <= call.lineno <= (one.end_lineno or 0))]
+        statements = [one for scope in scopes for one in scope.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+        theirs = [one for one in statements if _packages_of(one) & {*_PACKAGES}]
         ours = [alias.name for one in statements if "trainer" in _packages_of(one) for alias in one.names]
         if "Trainer" not in ours:
             if not theirs or _last_name(call.func) != "Trainer":
-                raise _NoDiffError(
-                    f"{ast.unparse(call.func)} in {place(str(path), call.lineno)} is not Lightning's Trainer."
-                )
+                raise _NoDiffError(f"{ast.unparse(call.func)} in {place(f'{path}', call.lineno)} is not Lightning's")
             if not isinstance(call.func, ast.Name):
-                self._edit(path, call.func, "Trainer")
+                self._replace(path, call.func, "Trainer")
         lines = [] if "Trainer" in ours else ["from trainer import Trainer"]
         lines += ["from trainer.precision import MixedPrecision"] * ("MixedPrecision" not in ours)
         anchor = max(theirs or statements, key=lambda one: one.lineno)
-        self._insert(path, self._span(path, anchor)[1], "".join(f"\n{' ' * anchor.col_offset}{one}" for one in lines))
+        end, indent = self._span(path, anchor)[1], f"\n{' ' * anchor.col_offset}"
+        self._edit(path, (end, end), "".join(f"{indent}{line}" for line in lines))
         if first := [one for one in theirs if "pytorch_lightning" in _packages_of(one)]:
-            self._insert(
-                path, self._span(path, first[0])[0], f"import trainer.pytorch_lightning\n{' ' * first[0].col_offset}"
-            )
+            start = self._span(path, first[0])[0]
+            self._edit(path, (start, start), f"import trainer.pytorch_lightning\n{' ' * first[0].col_offset}")
         if "Trainer" in ours:
             return ""
         return (
@@ -320,7 +321,7 @@ class _Files:
             try:
                 ast.parse(data)
             except SyntaxError:
-                raise _NoDiffError(f"No patch was written, because {path} would no longer be Python code.") from None
+                raise _NoDiffError(f"{path} would no longer be Python code") from None
             name = self._name(path)
             end = "\t" if " " in name else ""  # for names with spaces
             old, new = (text.decode().split("\n") for text in (self._data[path], data))
@@ -391,10 +392,6 @@ def _names_in(value: ast.expr) -> set[str]:
     return texts | {name for one in ast.walk(value) if isinstance(one, ast.expr) and (name := _last_name(one))}
 
 
-def _position(call: ast.Call) -> tuple[int, int | None, int, int | None]:
-    return call.lineno, call.end_lineno, call.col_offset, call.end_col_offset
-
-
 def _packages_of(statement: ast.Import | ast.ImportFrom) -> set[str]:
     names = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [one.name for one in statement.names]
     return {name.partition(".")[0] for name in names}
@@ -404,8 +401,8 @@ def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
     """Try the changes of a report on a few steps, from the weights before the failing batch; restore everything.
 
     The steps repeat the failing batch and the recorded ones after it and before it. ``report.figures["steps"]`` is set
-    to the mean loss of the first and of the last pass, which is inf if a loss is not finite or the losses rise.
-    Without a try if a step cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
+    to the mean loss of the first and of the last pass, which is inf if a loss is not finite or the losses rise, and nan
+    if a step fails. Without a try if a step cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
     """
     batches = [*(case.since or case.batches), *case.recent[::-1]][:_BATCHES]
     if not report.changes or not batches or not remedies.can_step(run) or not (case.before or are_finite(run.module)):
@@ -428,5 +425,7 @@ def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
                 variant = variant._replace(modules=change.value.get("fp32_modules", ()))
                 scale = change.value.get("init_scale", scale)
         stack.enter_context(remedies.weights_of(run, case.before))
-        before, after = remedies.try_steps(run, batches, variant, settings, scale)
-    report.figures = {**report.figures, "steps": (before, after)}
+        steps = math.nan, math.nan
+        with suppress(Exception):  # the user's code may fail if it runs twice
+            steps = remedies.try_steps(run, batches, variant, settings, scale)
+    report.figures = {**report.figures, "steps": steps}
