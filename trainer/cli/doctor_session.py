@@ -127,10 +127,10 @@ class Doctor:
             if patch.text:
                 write_text(self.folder / PATCH_FILE, patch.text)
                 print_line(f"  Patch: git apply {PATCH_FILE}. {patch.note}".rstrip())
+                if (steps := report.figures.get("steps")) is not None:
+                    print_line(f"  Tried on the next steps: the loss goes from {steps[0]:.3g} to {steps[1]:.3g}.")
             elif patch.line:
                 print_line(f"  Change: {patch.line}. {patch.note}".rstrip())
-            if (steps := report.figures.get("steps")) is not None and report.changes:
-                print_line(f"  Tried on the next steps: with it, the loss goes from {steps[0]:.3g} to {steps[1]:.3g}.")
         if not self.options.continues and run.status.status is not TrainerStatus.INTERRUPTED:
             run.collectives.barrier("doctor")  # torchrun ends the first rank when another one has ended
             raise SystemExit(self.status if run.is_global_zero else 0)
