@@ -101,7 +101,8 @@ def doctor(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.representative
 def test_program_runs_as_python_runs_it(tmp_path, python):
-    shown = "print(__name__, __file__, __spec__ and __spec__.name, sys.argv, sys.path[0], value)"
+    shown = "number: int = value\nprint(__name__, __file__, __spec__ and __spec__.name, sys.argv, sys.path[0])\n"
+    shown += "print(sys.modules['__main__'].number, __annotations__)"
     files = {
         "package/__init__.py": "", "package/other.py": "value = 7",
         "package/relative.py": f"import sys\nfrom .other import value\n{shown}",
@@ -127,6 +128,11 @@ def test_results_are_those_of_lightning_and_the_output_has_one_more_line(doctor,
     assert_identical(torch.load("done.pt"), [weights, steps, drawn])
     assert (status, steps) == (NOTHING_FOUND, 16)
     assert pl.Trainer.__module__ == "lightning.pytorch.trainer.trainer"
+
+
+def test_fit_that_is_not_watched_is_not_reported_as_good(doctor):
+    write(Path(), {"train.py": PROGRAM.replace("logger=False,", "barebones=True,")})
+    assert "\ndoctor: nothing was watched" in doctor("train.py", "value=nan")[1]
 
 
 def test_limits_keep_the_length_that_schedules_expect(doctor):
@@ -169,7 +175,7 @@ def test_patch_is_applied_to_unchanged_files_only(doctor):
     status, out, _ = doctor("train.py", "epochs=4")
     facts = json.loads(Path("doctor.json").read_text())
     assert (status, facts["verdict"]) == (PATCH, "divergence")
-    assert "\n  Patch: doctor.patch." in out
+    assert "\n  Patch: git apply doctor.patch." in out
     assert program.read_text() == wrong
     rate = re.search(r"\+ .+ lr=([\d.]+)\)\n", Path("doctor.patch").read_text())[1]
     patched = wrong.replace("lr=20.0", f"lr={rate}")
@@ -185,14 +191,10 @@ def test_patch_is_applied_to_unchanged_files_only(doctor):
     assert program.read_text() == patched
 
 
-def fail(*_):
-    raise RuntimeError("twice")
-
-
-@pytest.mark.parametrize("trial", [fail, lambda run, case, report: setattr(report, "tried", "")])
-def test_untried_remedy_is_no_patch(doctor, monkeypatch, trial):
+def test_untried_remedy_is_no_patch(doctor, monkeypatch):
     change_rate(20.0)
-    monkeypatch.setattr("trainer.cli.doctor_session.try_steps", trial)
+    untried = lambda run, case, report: setattr(report, "tried", "")  # noqa: E731
+    monkeypatch.setattr("trainer.cli.doctor_session.try_steps", untried)
     status, out, _ = doctor("train.py", "epochs=4")
     assert (status, "Remedy: a lower learning rate, lr=" in out, Path("doctor.patch").exists()) == (
         NO_PATCH,

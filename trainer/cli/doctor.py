@@ -43,11 +43,9 @@ def command(arguments: Arguments) -> int:
     folder = Path.cwd() if given.module else Path(given.program).resolve().parent
     if not given.module and not Path(given.program).is_file():
         raise UsageError(f"Got the program {given.program}, expected a file, or -m MODULE. Options precede it.")
-    own = [name for name in ("trainer.py", "trainer/__init__.py") if (folder / name).is_file()]
-    if own and (folder / own[0]).resolve().parent != Path(__file__).parents[1]:
-        raise UsageError(
-            f"{folder / own[0]} has the name of this package, so `import trainer` would be ambiguous. Rename it."
-        )
+    own = [file for pattern in ("trainer.py", "trainer/*.py") for file in folder.glob(pattern)]
+    if own and own[0].resolve().parent != Path(__file__).parents[1]:
+        raise UsageError(f"{own[0]} has the name of this package, so `import trainer` would be ambiguous. Rename it.")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in any Python program
     if not sys.flags.safe_path:
@@ -111,16 +109,16 @@ def _run(given: argparse.Namespace, words: list[str]) -> int:
             failure = error.exit_code if error.exit_code in (PATCH, NO_PATCH) else _print_error(error)
         except Exception as error:
             failure = _print_error(error)
-    if doctor.status and (failure or is_first()):
+    if doctor.status and is_first():
         return doctor.status
     if not failure and is_first():
         doctor.print_summary()
-    return failure
+    return failure  # of other ranks: 0 after a verdict, so that launchers do not report a failure
 
 
 def _run_file(path: str) -> None:
     """Run a file like ``python path``. Unlike ``runpy.run_path``, keep ``sys.argv[0]`` as the user wrote it."""
-    code = compile(Path(path).read_bytes(), path, "exec")
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(__file__=path, __builtins__=builtins)
     exec(code, vars(module))

@@ -126,18 +126,21 @@ class Doctor:
             write_text(self.folder / FILE, f"{facts}\n")
             if patch.text:
                 write_text(self.folder / PATCH_FILE, patch.text)
-                print_line(f"  Patch: {PATCH_FILE}. {patch.note}".rstrip())
+                print_line(f"  Patch: git apply {PATCH_FILE}. {patch.note}".rstrip())
+                if (steps := report.figures.get("steps")) is not None:
+                    print_line(f"  Tried on the next steps: the loss goes from {steps[0]:.3g} to {steps[1]:.3g}.")
             elif patch.line:
                 print_line(f"  Change: {patch.line}. {patch.note}".rstrip())
-            if (steps := report.figures.get("steps")) is not None and report.changes:
-                print_line(f"  Tried on the next steps: with it, the loss goes from {steps[0]:.3g} to {steps[1]:.3g}.")
         if not self.options.continues and run.status.status is not TrainerStatus.INTERRUPTED:
-            raise SystemExit(self.status)
+            run.collectives.barrier("doctor")  # torchrun ends the first rank when another one has ended
+            raise SystemExit(self.status if run.is_global_zero else 0)
 
     def print_summary(self) -> None:
         """Print one line with the figures of the watched fits."""
         if not self.fits:
-            print_line("doctor: nothing was watched, because the program ran no fit of a Trainer in this process.")
+            print_line(
+                "doctor: nothing was watched: no fit of a Trainer ran, or only with DeepSpeed or barebones=True."
+            )
             return
         scales = [f"loss scale {self.scales[0]:g} to {self.scales[1]:g}"] if self.scales else []
         facts = [*scales, f"{self.skipped} skipped", f"{self.waited / max(self.seconds, 1e-9):.0%} of the time"]
@@ -206,7 +209,8 @@ class _Observer(RunCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Set the limits of the fit, so that schedules that depend on its length stay the same."""
         run, options = state_of(trainer), self._doctor.options
-        self._first = run.global_step, run.progress.skipped_steps
+        if any(isinstance(callback, OverflowReport) for callback in run.callbacks):  # not with DeepSpeed, barebones
+            self._first = run.global_step, run.progress.skipped_steps
         self._deadline = time.monotonic() + (options.max_time or 0.0)
         if options.max_steps is not None:
             last = run.global_step + options.max_steps
