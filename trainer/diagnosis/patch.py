@@ -400,9 +400,9 @@ def _packages_of(statement: ast.Import | ast.ImportFrom) -> set[str]:
 def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
     """Try the changes of a report on a few steps, from the weights before the failing batch; restore everything.
 
-    The steps repeat the failing batch and the recorded ones after it and before it. ``report.figures["steps"]`` is set
-    to the mean losses of the first and of the last pass. They are inf if a loss is not finite or the losses rise, and nan
-    if a step fails. Without a try if a step cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
+    The steps repeat the failing batch and the recorded ones after it and before it. ``report.figures["steps"]`` becomes
+    the mean losses of the first and of the last pass. They are inf if a loss is not finite or the losses rise, and nan
+    if a step fails. Nothing is tried if steps cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
     """
     batches = [*(case.since or case.batches), *case.recent[::-1]][:_BATCHES]
     if not report.changes or not batches or not remedies.can_step(run) or not (case.before or are_finite(run.module)):
