@@ -222,8 +222,7 @@ def try_program(name: str) -> Entry:
 
 def table(entries: list[Entry]) -> str:
     """Return a Markdown table with a row for each cause."""
-    heads = ["cause", "programs", "verdict right", "remedy changes code or an argument", "patch applies"]
-    heads += ["patched program learns", "is worse", *TOOLS]
+    heads = ["cause", "programs", "right verdicts", "remedies in code", "patches", "learn", "worse", *TOOLS]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in [*VERDICTS, "all"]:
         own = [entry for entry in entries if row in (cause(entry.name), "all")]

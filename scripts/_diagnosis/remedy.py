@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,12 +99,13 @@ def apply(program: type[Program], report: Diagnosis, folder: Path) -> Result:
     code = tuple(change for change in report.changes if not isinstance(change, Setting))
     if not (code or options):
         raise ValueError(f"Got the remedy {remedy!r}, which cannot be applied.")
-    return run(_patched_copy(program, code, folder) if code else program, folder, **options)
+    code_only = replace(report, changes=code, figures={}, tried=report.tried or "not tried")
+    return run(_patched_copy(program, code_only, folder) if code else program, folder, **options)
 
 
-def _patched_copy(program: type[Program], changes: tuple[Any, ...], folder: Path) -> type[Program]:
+def _patched_copy(program: type[Program], report: Diagnosis, folder: Path) -> type[Program]:
     file = Path(str(sys.modules[program.__module__].__file__))
-    patch: Any = make_patch(SimpleNamespace(changes=changes, figures={}), CallSites(), file.parent)  # type: ignore[arg-type]
+    patch = make_patch(report, CallSites(), file.parent)
     copy = folder / file.name
     copy.write_text(file.read_text())
     subprocess.run(["git", "apply"], input=patch.text, text=True, cwd=folder, check=True)

@@ -52,12 +52,13 @@ def program(tmp_path, monkeypatch):
     monkeypatch.setattr(L, "Trainer", Trainer)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
-    def run(*changes, figures=(), **files):
+    def run(*changes, figures=(), tried="the batch is finite with it", **files):
         for name, text in files.items():
             (tmp_path / f"{name}.py").write_text(text)
             monkeypatch.delitem(sys.modules, name, raising=False)
         runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
-        return make_patch(SimpleNamespace(changes=changes, figures=dict(figures)), sites, tmp_path)
+        report = SimpleNamespace(changes=changes, figures=dict(figures), tried=tried)
+        return make_patch(report, sites, tmp_path)
 
     return run
 
@@ -202,6 +203,8 @@ def test_installed_packages_and_changes_that_do_not_help_get_no_patch(program, t
     patch = program(lr(), figures={"steps": (1.0, 1.2)}, train=f"{PARAMETERS}torch.optim.SGD(parameters, lr=0.5)\n")
     assert patch.text == ""
     assert patch.note == "No patch was written, because the loss goes from 1 to 1.2 in a few steps with it."
+    patch = program(lr(), tried="", train=f"{PARAMETERS}torch.optim.SGD(parameters, lr=0.5)\n")
+    assert (patch.text, patch.note) == ("", "No patch was written, because the change could not be tried.")
 
 
 class Masked(Regression):

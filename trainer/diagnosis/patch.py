@@ -89,7 +89,7 @@ class _Edit(NamedTuple):
 
 
 def call_site() -> Site | None:
-    """Return the innermost call in the program's code that has led to the caller; None if there is none."""
+    """Return the innermost call in the program's code that has led to the caller, or None."""
     for frame, _ in islice(walk_stack(currentframe()), 2, None):
         if is_users_file(file := frame.f_code.co_filename) and Path(file).is_file():
             positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
@@ -400,9 +400,9 @@ def _packages_of(statement: ast.Import | ast.ImportFrom) -> set[str]:
 def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
     """Try the changes of a report on a few steps, from the weights before the failing batch; restore everything.
 
-    The steps repeat the failing batch and the recorded ones after it and before it. ``report.figures["steps"]`` is set
-    to the mean loss of the first and of the last pass, which is inf if a loss is not finite or the losses rise, and nan
-    if a step fails. Without a try if a step cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
+    The steps repeat the failing batch and the recorded ones after it and before it. ``report.figures["steps"]`` becomes
+    the mean losses of the first and of the last pass. They are inf if a loss is not finite or the losses rise, and nan
+    if a step fails. Nothing is tried if steps cannot be repeated (:func:`~trainer.diagnosis.remedies.can_step`).
     """
     batches = [*(case.since or case.batches), *case.recent[::-1]][:_BATCHES]
     if not report.changes or not batches or not remedies.can_step(run) or not (case.before or are_finite(run.module)):
