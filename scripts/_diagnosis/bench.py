@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 from _diagnosis import posted  # noqa: F401 - registers its programs
 from _diagnosis.programs import EPOCHS, PROGRAMS, Program
 from trainer import Trainer
+from trainer.callbacks import OverflowReport
+from trainer.diagnosis.report_file import Diagnosis
 from trainer.precision import MixedPrecision
 
 accelerator = "cpu"
@@ -40,11 +42,13 @@ class Result:
         text: all that was printed, warned, logged and raised.
         losses: the loss of each batch.
         error: the exception that ended the run, or None.
+        reports: the diagnoses.
     """
 
     text: str
     losses: list[float] = field(default_factory=list)
     error: BaseException | None = None
+    reports: list[Diagnosis] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -65,7 +69,6 @@ def run(
     program: type[Program],
     folder: Path,
     *,
-    lr: float | None = None,
     batches: Any = None,
     change: Any = None,
     **arguments: Any,
@@ -80,15 +83,15 @@ def run(
         "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
         "log_every_n_steps": 10, "default_root_dir": str(folder),
     } | program.arguments | arguments  # fmt: skip
-    given["callbacks"] = [losses, *given.pop("callbacks", [])]
-    handler, error = logging.StreamHandler(heard), None
+    handler, error, report = logging.StreamHandler(heard), None, OverflowReport()
+    given["callbacks"] = [losses, report, *given.pop("callbacks", [])]
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")]
     for logger in loggers:
         logger.addHandler(handler)
     with redirect_stdout(heard), redirect_stderr(heard), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            module = program(lr)
+            module = program()
             if change is not None:
                 change(module)
             loader = DataLoader(program.batches() if batches is None else batches, batch_size=None)
@@ -101,7 +104,7 @@ def run(
     text = heard.getvalue() + "".join(f"{one.message}\n" for one in caught)
     if error is not None:
         text += f"{type(error).__name__}: {error}\n"
-    return Result(text, losses.losses, error)
+    return Result(text, losses.losses, error, report.reports)
 
 
 def report_in(text: str) -> str:

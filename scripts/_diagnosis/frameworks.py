@@ -128,7 +128,7 @@ def run_lightning(program: Program, scaler: Scaler, loader: DataLoader[Any], out
     LightningTrainer(
         accelerator="cpu", max_epochs=EPOCHS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, log_every_n_steps=LOG_EVERY_N_STEPS, callbacks=[Losses(outcome.losses)],
-        **precision,
+        detect_anomaly=torch.is_anomaly_enabled(), **precision,
     ).fit(program, loader)  # fmt: skip
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
+import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import takewhile
 from pathlib import Path
@@ -19,55 +19,21 @@ from torch import Tensor
 
 from _diagnosis.bench import Result, learns, run
 from _diagnosis.programs import PROGRAMS, Program
+from trainer.diagnosis.patch import CallSites, make_patch
+from trainer.diagnosis.remedies import Setting
+from trainer.diagnosis.report_file import Diagnosis
 from trainer.precision import MixedPrecision
 
 
-class Cap(Callback):
-    """Keep the learning rate at or below ``limit``."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = min(group["lr"], self.limit)
-
-
-class Setting(Callback):
-    """Change a setting of the optimizer."""
+class Rates(Callback):
+    """Keep the learning rate at or below a limit, or change another setting of the optimizer."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self.value = name, value
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         for group in trainer.optimizers[0].param_groups:
-            group[self.name] = self.value
-
-
-def edits_in(remedy: str, file: str) -> list[tuple[int, str]]:
-    """Return the line numbers and the new statements of a remedy, last line first; "" removes a ``with``.
-
-    Raises:
-        ValueError: the remedy is for another file.
-    """
-    text = re.sub(r"remove torch.autocast in ([^\s,]+)(, and use .*)?", r"in \1 write: ", remedy)
-    text = re.sub(r"^precision=\S+, and (?=in )", "", text)
-    found = [re.fullmatch(r"(?:in )?(\S+):(\d+) write: (.*)", part) for part in text.split("; and in ")]
-    if other := [one[1] for one in found if one is not None and one[1] != file]:
-        raise ValueError(f"Got a remedy for {other[0]}, expected one for {file}.")
-    return sorted(((int(one[2]), one[3]) for one in found if one is not None), reverse=True)
-
-
-def remedy_in(text: str) -> str:
-    """Return the remedy of the first verdict in a text.
-
-    Raises:
-        ValueError: the text has no remedy.
-    """
-    found = re.search(r"^ *Remedy: (.+?)(?:  \[tried: .*\])?$", text, re.MULTILINE)
-    if found is None:
-        raise ValueError(f"Got no remedy in: {text!r}")
-    return found[1]
+            group[self.name] = min(group["lr"], self.value) if self.name == "lr" else self.value
 
 
 @dataclass
@@ -101,72 +67,59 @@ class Execution:
 
 
 def execute(program: type[Program]) -> Execution:
-    """Run a program, apply the remedy of its report, and run it again."""
+    """Run a program, apply the remedy of its first report, and run it again.
+
+    Raises:
+        ValueError: the program has no report.
+    """
     with tempfile.TemporaryDirectory() as folder:
         before = run(program, Path(folder))
-    remedy = remedy_in(before.text)
+    if not before.reports:
+        raise ValueError(f"Got no remedy in: {before.text!r}")
     with tempfile.TemporaryDirectory() as folder:
-        return Execution(remedy, before, apply(program, remedy, Path(folder)))
+        return Execution(before.reports[0].remedy, before, apply(program, before.reports[0], Path(folder)))
 
 
-def apply(program: type[Program], remedy: str, folder: Path) -> Result:
-    """Run the program with the remedy."""
-    choice = re.search(r"\bprecision=(.+?)(?=, and in |$)", remedy)
-    options = {} if choice is None else {"precision": eval(choice[1], {"MixedPrecision": MixedPrecision})}
+def apply(program: type[Program], report: Diagnosis, folder: Path) -> Result:
+    """Run the program with the remedy of a report."""
+    remedy, options = report.remedy, dict[str, Any]()
     if found := re.search(
         r"leave out samples in which (.+?) (is not finite|is outside (-?\d+) to (\d+)|exceeds ([-+.e\d]+))", remedy
     ):
         return run(program, folder, batches=_without(program.batches(), found))
-    if " write: " in remedy or "remove torch.autocast" in remedy:
-        file = Path(str(sys.modules[program.__module__].__file__))
-        return run(_edited_copy(file, edits_in(remedy, file.name), folder, program.__name__), folder, **options)
-    if options:
-        return run(program, folder, **options)
-    if found := re.fullmatch(r"(momentum|weight_decay|maximize|eps)=(\S+)", remedy):
-        return run(program, folder, callbacks=[Setting(found[1], ast.literal_eval(found[2]))])
-    if found := re.search(r"a schedule that stays at lr=([-+.e\d]*\d)", remedy):
-        return run(program, folder, callbacks=[Cap(float(found[1]))])
-    if found := re.search(r"lr=([-+.e\d]*\d)", remedy):
-        return run(program, folder, lr=float(found[1]))
     if found := re.search(r"If there are none: (.+)$", remedy):
         return run(program, folder, change=lambda model: exec(found[1], {"torch": torch, "model": model}))
-    raise ValueError(f"Got the remedy {remedy!r}, which cannot be applied.")
+    for setting in [change for change in report.changes if isinstance(change, Setting)]:
+        if setting.owner == "trainer":
+            options["precision"] = eval(setting.code, {"MixedPrecision": MixedPrecision})
+        else:
+            options |= {"callbacks": [Rates(setting.name, setting.value)]}
+    if found := re.search(r"a schedule that stays at lr=([-+.e\d]*\d)", remedy):
+        options["callbacks"] = [Rates("lr", float(found[1]))]
+    code = tuple(change for change in report.changes if not isinstance(change, Setting))
+    if not (code or options):
+        raise ValueError(f"Got the remedy {remedy!r}, which cannot be applied.")
+    code_only = replace(report, changes=code, figures={}, tried=report.tried or "not tried")
+    return run(_patched_copy(program, code_only, folder) if code else program, folder, **options)
 
 
-def edited(text: str, line: int, statement: str) -> str:
-    """Return the source with ``statement`` in place of the one that begins at ``line``, or without its ``with``.
-
-    Raises:
-        ValueError: no statement begins on the line.
-    """
-    lines = text.splitlines()
-    statements = [one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.stmt) and one.lineno == line]
-    if not statements:
-        raise ValueError(f"Got line {line}, on which no statement begins.")
-    old = statements[0]
-    if isinstance(old, ast.With) and not statement:
-        lines[line - 1] = " " * old.col_offset + "if True:"
-        return "\n".join(lines) + "\n"
-    lines[line - 1 : old.end_lineno] = [" " * old.col_offset + statement]
-    return "\n".join(lines) + "\n"
-
-
-def _edited_copy(file: Path, edits: list[tuple[int, str]], folder: Path, name: str) -> type[Program]:
-    copy, text = folder / f"edited_{name.lower()}.py", file.read_text()
-    for line, statement in edits:
-        text = edited(text, line, statement)
-    copy.write_text(text)
-    spec = spec_from_file_location(copy.stem, copy)
+def _patched_copy(program: type[Program], report: Diagnosis, folder: Path) -> type[Program]:
+    file = Path(str(sys.modules[program.__module__].__file__))
+    patch = make_patch(report, CallSites(), file.parent)
+    copy = folder / file.name
+    copy.write_text(file.read_text())
+    subprocess.run(["git", "apply"], input=patch.text, text=True, cwd=folder, check=True)
+    spec = spec_from_file_location(f"patched_{program.__name__.lower()}", copy)
     assert spec is not None
     assert spec.loader is not None
     module, registered = module_from_spec(spec), dict(PROGRAMS)
-    sys.modules[copy.stem] = module
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     finally:
-        del sys.modules[copy.stem]
+        del sys.modules[spec.name]
         PROGRAMS.update(registered)
-    return getattr(module, name)  # type: ignore[no-any-return]
+    return getattr(module, program.__name__)  # type: ignore[no-any-return]
 
 
 def _without(batches: list[Any], found: re.Match[str]) -> list[Any]:

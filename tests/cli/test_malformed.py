@@ -47,9 +47,15 @@ def test_before_data_is_loaded(malformed_project, capsys, argv, expected):
 @pytest.mark.whole
 def test_help_and_refusals_import_no_torch(malformed_project):
     """Help of commands without settings of their own does not import Hydra either."""
-    without_settings = [["--help"], ["report", "--help"], ["export", "--help"], ["validate", "--help"]]
+    without_settings = [
+        ["--help"],
+        ["report", "--help"],
+        ["export", "--help"],
+        ["validate", "--help"],
+        ["doctor", "--help"],
+    ]
     shown = [["--help"], ["fit", "--help"], ["recipes", "resnet50"], ["fit", "--cfg", "job"]]
-    wrong = [*(argv for argv, _ in EARLY[::30]), ["compare", "+recipe=it", "compare.mode=up"]]
+    wrong = [*(argv for argv, _ in EARLY[::30]), ["compare", "+recipe=it", "compare.mode=up"], ["doctor", "no.py"]]
     program = (
         "import sys\nfrom trainer.cli import main\n"
         f"for argv in {without_settings!r}:\n"

@@ -255,6 +255,7 @@ SCENARIOS = {
     "cli/checks/memory.py:check_memory": unpredictable,
     "cli/compare.py:report": compared,
     "cli/export.py:convert": printed_by("consolidate"),
+    "cli/doctor.py:error": printed_by("doctor", "--lr"),
     "cli/help.py:_first_screen": first_screen,
     "cli/help.py:help_text": helped,
     "cli/recipes.py:_find": printed_by("recipes", "lin"),

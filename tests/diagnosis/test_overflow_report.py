@@ -1,7 +1,8 @@
 import io
 import json
 import math
-from contextlib import suppress
+import re
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -321,6 +322,24 @@ def test_buffers_that_the_first_skip_has_broken(tmp_path):
     assert "These buffers were already non-finite after step 3: net.1.running_mean, net.1.running_var." in message
     assert f"The newest checkpoint from before the first skipped step: {folder / 'step=3.ckpt'}." in message
     assert "Verdict: forward pass overflows in 16 bits" in message
+
+
+def test_verdict_is_printed_once_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.diagnosis.remedies.is_command_line", lambda: True)
+    message, _ = collapse(tmp_path)
+    assert (message.count("Verdict: backward pass overflows"), message.count("Remedy")) == (1, 0)
+
+
+@pytest.mark.parametrize(("scale", "warns"), [(2.0**32, True), (2.0**22, False)])
+def test_first_scale_that_is_far_too_large_is_mentioned_once(tmp_path, scale, warns):
+    message = r"The first (\d+) optimizer steps .* began at 4.29497e\+09. (\d+) fits: precision=.*init_scale=(\d+)\.0"
+    with pytest.warns(UserWarning, match=message) if warns else nullcontext() as caught:
+        callback, _ = report_on(tmp_path, Regression(), 24, precision=native_fp16(init_scale=scale))
+    assert callback.reports == []
+    if warns:
+        (warning,) = caught
+        skipped, fits, init_scale = re.search(message, str(warning.message)).groups()
+        assert int(fits) == int(init_scale) == scale / 2 ** int(skipped)
 
 
 # --- defaults -----------------------------------------------------------------------------------------------------

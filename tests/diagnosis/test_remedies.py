@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,17 +46,23 @@ def test_other_weights_for_a_while(tmp_path):
     assert others == expected
 
 
+RUN = SimpleNamespace(optimizers=[SimpleNamespace(param_groups=[{"lr": 0.1}])])
+
+
 def test_the_settings_of_the_run_stay_in_the_remedy():
-    assert remedies.precision(MixedPrecision("float16", init_scale=1024.0), fp32_modules=("net.1",)) == (
+    assert str(remedies.precision(MixedPrecision("float16", init_scale=1024.0), fp32_modules=("net.1",))) == (
         "precision=MixedPrecision('float16', init_scale=1024.0, fp32_modules=['net.1'])"
     )
-    assert remedies.other_precision("bf16-mixed") == "precision='bf16-mixed'"
-    assert remedies.optimizer_setting("lr=0.01") == "lr=0.01"
+    assert str(remedies.other_precision("bf16-mixed")) == "precision='bf16-mixed'"
+    assert str(remedies.optimizer_setting(RUN, "lr", 0.01)) == "lr=0.01"
 
 
 def test_the_settings_on_the_command_line(monkeypatch):
     monkeypatch.setattr(remedies, "is_command_line", lambda: True)
-    assert remedies.precision(None, fp32_modules=("layers.*.net",)) == "'precision.fp32_modules=[layers.*.net]'"
-    assert remedies.precision(None, init_scale=64.0) == "precision.init_scale=64.0"
-    assert remedies.other_precision("bf16-mixed") == "precision=bf16-mixed"
-    assert remedies.optimizer_setting("lr=0.01") == "optimizer.lr=0.01"
+    assert (
+        str(remedies.precision(MixedPrecision("float16"), fp32_modules=("layers.*.net",)))
+        == "'precision.fp32_modules=[layers.*.net]'"
+    )
+    assert str(remedies.precision(MixedPrecision("float16"), init_scale=64.0)) == "precision.init_scale=64.0"
+    assert str(remedies.other_precision("bf16-mixed")) == "precision=bf16-mixed"
+    assert str(remedies.optimizer_setting(RUN, "lr", 0.01)) == "optimizer.lr=0.01"

@@ -1,5 +1,6 @@
 """Every remedy of `scripts/benchmark_diagnosis` is executed as printed, and the program then learns."""
 
+import ast
 import linecache
 import math
 import re
@@ -7,10 +8,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from _diagnosis import frameworks
+from _diagnosis import doctor, frameworks
 from _diagnosis.bench import learns
 from _diagnosis.programs import PROGRAMS
-from _diagnosis.remedy import edited, execute, remedy_in
+from _diagnosis.remedy import execute
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPRESENTATIVES = (
@@ -61,9 +62,11 @@ def test_a_remedy_for_code_in_a_notebook(capsys, monkeypatch):
 
     assert not all(map(math.isfinite, run_cell(cell, 1)))
     printed = "".join(capsys.readouterr())
-    found = re.search(r"(\d+)(?: of the cell)? write: (.+?)(?:  \[tried|$)", remedy_in(printed))
+    found = re.search(r"Remedy: in line (\d+) of the cell write: (.+?)  \[tried", printed)
     assert found is not None, printed
-    assert learns(run_cell(edited(cell, int(found[1]), found[2]), 2))
+    lines = cell.splitlines()
+    lines[int(found[1]) - 1] = textwrap.indent(found[2], " " * 8)
+    assert learns(run_cell("\n".join(lines), 2))
 
 
 def test_frameworks_count_skipped_steps_and_losses_that_are_not_finite():
@@ -77,3 +80,45 @@ def test_frameworks_leave_out_messages_of_healthy_programs():
     broken = frameworks.Outcome(lines=["epoch 1 step 20 loss nan", "UserWarning: division"], losses=[0.5, math.nan])
     assert frameworks.messages(broken, ordinary) == ["UserWarning: division"]
     assert frameworks.report(broken, ordinary) == "`UserWarning: division`"
+
+
+def test_scripts_of_the_programs_are_complete():
+    for name, program in PROGRAMS.items():
+        script = doctor.script_of(program)
+        defined = {node.name for node in ast.parse(script).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+        assert {name, *(kind.__name__ for kind in program.mro() if "_diagnosis" in kind.__module__)} <= defined
+        compile(script, name, "exec")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "worse"),
+    [
+        ([1.0, 0.5, math.nan], [1.0, 0.5, 0.4], False),
+        ([1.0, 0.5, math.nan], [1.0, math.nan], True),
+        ([1.0, 0.5, math.nan], [1.0, 0.9, 0.9], True),
+        ([math.nan], [2.0, 3.0], False),
+    ],
+)
+def test_a_patch_that_makes_a_program_worse(old, new, worse):
+    entry = doctor.Entry("NanSample16", doctor.Run(3, "", old, {}), True, doctor.Run(0, "", new, {}))
+    assert entry.is_worse == worse
+
+
+@pytest.mark.parametrize(
+    ("verdict", "text", "named"),
+    [
+        ("data", "IndexError: Target 4 is out of bounds.", True),
+        ("data", "input[0] has nans\noutput has nans\n", True),
+        ("data", "output has nans\n", False),
+        ("weights", "weight has nans\noutput has nans\n", True),
+        ("weights", "input[0] has nans\n", False),
+        ("model", 'File "train.py", line 7, in training_step\n    x / 0\n', True),
+        ("model", 'File "train.py", line 9, in training_step\n    x / 0\n', False),
+        ("forward", "output has nans\n   metadata\n    net.1 Norm\n1.0 2.0 input[0]\n", True),
+        ("forward", "output has nans\n   metadata\n    net.2 Norm\n1.0 2.0 input[0]\n", False),
+        ("divergence", "RuntimeError: Function 'MulBackward0' returned nan values", False),
+    ],
+)
+def test_tools_name_the_cause_or_the_place(verdict, text, named):
+    found = {"place": {"line": 8, "module": "net.1"}, "patch": {"line": "in train.py:7 write: x / 1"}}
+    assert doctor._is_named(verdict, found, text) == named

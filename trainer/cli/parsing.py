@@ -146,7 +146,11 @@ def read(argv: Sequence[str]) -> Arguments:
     arguments = Arguments()
     words = list(argv)
     while words:
-        word, command = words.pop(0), commands.find(arguments.command)
+        command = commands.find(arguments.command)
+        if command is not None and command.takes_program:
+            arguments.words = words
+            break
+        word = words.pop(0)
         takes_files = command is not None and command.takes_files
         if word.startswith("-"):
             _read_flag(word, words, arguments)

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers.utilities import _log_hyperparams as log_hyperparams
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.setup import _init_profiler as init_profiler
@@ -26,8 +30,8 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 __all__ = [
     "FabricWriter", "MultiProcessingLauncher", "ScriptLauncher", "TunerExit", "add_timer", "defaults_from_environment",
     "found_rate", "hpc_save_path", "init_profiler", "log_devices", "log_hyperparams", "optimizers_to_device",
-    "process_group_backend", "set_device_mesh", "hparams_name_of", "set_num_threads_if_needed", "settings_of",
-    "setup_device_mesh",
+    "process_group_backend", "scripts_started_with", "set_device_mesh", "hparams_name_of",
+    "set_num_threads_if_needed", "settings_of", "setup_device_mesh",
 ]  # fmt: skip
 
 hpc_save_path = _CheckpointConnector.hpc_save_path
@@ -67,3 +71,21 @@ def found_rate(callback: LearningRateFinder) -> float | None:
         return None
     rate: float = callback.optimal_lr.results["lr"][index]
     return rate
+
+
+@contextmanager
+def scripts_started_with(command: Sequence[str]) -> Iterator[None]:
+    """Let launchers of scripts start ``command`` with the arguments of the program, instead of the program."""
+    module: Any = subprocess_script
+    basic, hydra = module._basic_subprocess_cmd, module._hydra_subprocess_cmd
+
+    def started_by_hydra(local_rank: int) -> tuple[list[str], str]:
+        words, folder = hydra(local_rank)
+        return [*command, *words[3 if words[1] == "-m" else 2 :]], folder
+
+    module._basic_subprocess_cmd = lambda: [*command, *sys.argv[1:]]
+    module._hydra_subprocess_cmd = started_by_hydra
+    try:
+        yield
+    finally:
+        module._basic_subprocess_cmd, module._hydra_subprocess_cmd = basic, hydra

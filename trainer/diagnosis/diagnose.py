@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ _BETWEEN_STEPS = (
 )  # fmt: skip
 """Hooks between a backward pass and the next forward pass."""
 _TRANSFER_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer")
+_FINITE = "the batch is finite with it"
 _COMPARED = 5
 """Maximum number of batches to compare."""
 
@@ -76,6 +77,7 @@ class Case:
         error: the exception that ended the step, or the tensor that torch rejected in the step, or None.
         growth: 0 unless the losses grew or fell without bound before one was not finite. Then a loss shortly before
             that one: positive if they grew, negative if they fell.
+        since: the recorded batches from this window on.
     """
 
     step: int
@@ -91,6 +93,21 @@ class Case:
     weights_step: int = 0
     error: BaseException | OutOfRange | None = None
     growth: float = 0.0
+    since: Sequence[RecordedBatch] = ()
+
+
+class Remedy(NamedTuple):
+    """A remedy, and the result of trying it.
+
+    Attributes:
+        text: the remedy, in the caller's syntax.
+        tried: the result of trying it; "" if it was not tried.
+        changes: the remedy as data; () if it changes no code and no argument.
+    """
+
+    text: str
+    tried: str = ""
+    changes: tuple[rewrite.Change | rewrite.Removal | remedies.Setting, ...] = ()
 
 
 def diagnose(run: RunState, case: Case) -> Diagnosis | None:
@@ -292,13 +309,13 @@ def _model(run: RunState, case: Case, finding: Finding, *, is_float32: bool) -> 
     assert origin is not None
     location = f"{Path(origin.file).name}:{origin.line}" if origin.file else origin.place
     hint = f"guard the operation against this input: {rewrite.HINTS.get(origin.name, rewrite.OTHER_HINT)}"
-    remedy, tried = _changed_code(run, case, origin, rewrite.propose) or (hint, "")
+    remedy = _changed_code(run, case, origin, rewrite.propose) or Remedy(hint)
     line = f", {location}: {origin.source}" if origin.file else ""
     return _diagnosis(
         case, finding, "model",
         f"Not finite{' in float32 either' if is_float32 else ''}: {origin.name or 'an operation'} in the"
         f" {origin.phase} pass, {origin.place}{line}",
-        remedy, tried=tried, key=location,
+        remedy, key=location,
     )  # fmt: skip
 
 
@@ -308,8 +325,8 @@ def _changed_code(
     origin: Origin,
     propose: Callable[[Origin], Iterable[rewrite.Change]],
     variant: Variant = UNCHANGED,
-) -> tuple[str, str] | None:
-    """Return the instruction for a change that cures the batch, and the result of trying it, or None.
+) -> Remedy | None:
+    """Return a change of the code that cures the batch, or None.
 
     If the batch fails at another place with a change, this place is changed, too.
 
@@ -332,7 +349,7 @@ def _changed_code(
             together = one if change is None else change.also(one)
             failure = _failure_with(run, case, together, variant)
             if failure is None and _learns_with(run, case, together):
-                return str(together), "the batch is finite with it"
+                return Remedy(str(together), _FINITE, (together,))
             if failure is None:
                 finite = finite or together
                 continue
@@ -342,7 +359,7 @@ def _changed_code(
         if moved is None:
             break
         change, origin = moved
-    return None if finite is None else (str(finite), "the batch is finite with it")
+    return None if finite is None else Remedy(str(finite), _FINITE, (finite,))
 
 
 def _failure_with(run: RunState, case: Case, change: rewrite.Change, variant: Variant) -> Finding | None:
@@ -410,45 +427,44 @@ def _precision(run: RunState, case: Case, finding: Finding, phase: str) -> Diagn
         cause += f" CUDA's autocast would not overflow: {remedies.precision(precision, autocast_ops='cuda')}."
     wider = "32-true" if precision.dtype is torch.bfloat16 else "bf16-mixed"
     alternative, bfloat16 = _normalization(finding, 1000.0), remedies.other_precision(wider)
+    remedy = change or Remedy("")
     figures: dict[str, tuple[float, float]] = {}
     if cure is not None:
         (variant, cured), fits = cure, ""
         figures = _figures(finding, cured)
-        remedy = bfloat16 if variant.dtype is torch.bfloat16 else remedies.other_precision("32-true")
+        setting = bfloat16 if variant.dtype is torch.bfloat16 else remedies.other_precision("32-true")
         if variant.dtype is None:
             own = getattr(precision, "fp32_modules", ())
-            remedy = remedies.precision(precision, fp32_modules=(*own, *variant.modules))
+            setting = remedies.precision(precision, fp32_modules=(*own, *variant.modules))
             fits = f", scales up to {cured.largest_scale:g} fit" if run.scaler.is_enabled() else ""
-        tried = f"finite forward and backward{fits}"
+        remedy = Remedy(f"{setting}", f"finite forward and backward{fits}", (setting,))
         with remedies.weights_of(run, case.before):
             is_divergent = alternative and case.before and remedies.diverges(run, case.batches)
         if is_divergent:
-            remedy, tried, alternative, figures = alternative, "", remedy, {}
+            remedy, alternative, figures = Remedy(alternative), remedy.text, {}
         elif variant.dtype is None:
-            alternative = alternative or bfloat16
-    else:
-        remedy, tried = change or _wider_code(run, case, finding, origin)
-    return _diagnosis(
-        case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=origin.module, figures=figures
-    )
+            alternative = alternative or f"{bfloat16}"
+    elif change is None:
+        remedy = _wider_code(run, case, finding, origin)
+    return _diagnosis(case, finding, phase, cause, remedy, alternative=alternative, key=origin.module, figures=figures)
 
 
-def _wider_code(run: RunState, case: Case, finding: Finding, origin: Origin) -> tuple[str, str]:
-    """Return the instruction to compute more of the code in 32 bits, and the result of trying it."""
+def _wider_code(run: RunState, case: Case, finding: Finding, origin: Origin) -> Remedy:
+    """Return the remedy to compute more of the code in 32 bits."""
     bfloat16, wide = remedies.other_precision("bf16-mixed"), Variant(torch.bfloat16)
     if removal := _without_autocast(run, case, finding, torch.bfloat16):
         return removal
     if change := _changed_code(run, case, origin, rewrite.widen):
         return change
     if run.world_size > 1 or has_half_weights(run.module):
-        return bfloat16, ""
+        return Remedy(f"{bfloat16}", "", (bfloat16,))
     if change := _changed_code(run, case, origin, rewrite.widen, wide):
-        return f"{bfloat16}, and {change[0]}", change[1]
-    return f"{remedies.other_precision('32-true')}, and no 16-bit dtypes in the code", "the batch is finite with it"
+        return Remedy(f"{bfloat16}, and {change.text}", change.tried, (bfloat16, *change.changes))
+    return Remedy(f"{remedies.other_precision('32-true')}, and no 16-bit dtypes in the code", _FINITE)
 
 
-def _without_autocast(run: RunState, case: Case, finding: Finding, dtype: torch.dtype | None) -> tuple[str, str] | None:
-    """Return the instruction to remove the code's own autocast, and the result of trying it; None if it does not help.
+def _without_autocast(run: RunState, case: Case, finding: Finding, dtype: torch.dtype | None) -> Remedy | None:
+    """Return the remedy to remove the code's own autocast; None if it does not help.
 
     Args:
         run: the state of the run.
@@ -457,10 +473,12 @@ def _without_autocast(run: RunState, case: Case, finding: Finding, dtype: torch.
         dtype: another dtype for the run's autocast. None to keep the dtype.
     """
     variant, scale = Variant(dtype, own_autocast=False), case.scale if dtype is None else 1.0
-    if not finding.autocast or not remedies.is_cured(examine(run, case.batches, scale, variant), variant):
+    if finding.autocast is None or not remedies.is_cured(examine(run, case.batches, scale, variant), variant):
         return None
-    added = "" if dtype is None else f", and use {remedies.other_precision('bf16-mixed')}"
-    return f"remove torch.autocast in {finding.autocast}{added}", "the batch is finite with it"
+    removal, bfloat16 = rewrite.Removal(*finding.autocast), remedies.other_precision("bf16-mixed")
+    if dtype is None:
+        return Remedy(f"{removal}", _FINITE, (removal,))
+    return Remedy(f"{removal}, and use {bfloat16}", _FINITE, (removal, bfloat16))
 
 
 def _weights(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
@@ -484,7 +502,7 @@ def _weights(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
         case, finding, "weights",
         f"Weights were not finite when training began{f', in {source}' if source else ''}: {join_first(names, 4)}.",
         remedy, key=names[0],
-        alternative=remedies.other_precision("bf16-mixed") if parameter.dtype is torch.float16 else "",
+        alternative=f"{remedies.other_precision('bf16-mixed')}" if parameter.dtype is torch.float16 else "",
     )  # fmt: skip
 
 
@@ -561,11 +579,13 @@ def _optimizer(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
             eps, dtypes = group.get("eps", 1.0), {parameter.dtype for parameter in group["params"]}
             if dtype := next((one for one in dtypes if not torch.tensor(eps, dtype=one)), None):
                 name = str(dtype).removeprefix("torch.")
-                remedy = remedies.other_precision("16-mixed") if eps else remedies.optimizer_setting("eps=1e-08")
+                wider = remedies.other_precision("16-mixed")
+                setting = wider if eps else remedies.optimizer_setting(run, "eps", 1e-8)
                 return _diagnosis(
                     case, finding, "underflow",
                     f"{type(optimizer).__name__} divides by eps={eps:g}, which is 0 in the weights' dtype, {name}.",
-                    remedy, alternative=remedies.other_precision("bf16-mixed") if eps else "", key="eps",
+                    Remedy(f"{setting}", "", (setting,)),
+                    alternative=f"{remedies.other_precision('bf16-mixed')}" if eps else "", key="eps",
                 )  # fmt: skip
     return None
 
@@ -621,18 +641,20 @@ def _divergence(run: RunState, case: Case, finding: Finding) -> Diagnosis:
     learned = remedies.find_setting(run, batches[-8:], case.before) if can_try else None
     rates = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
     rate = max([*rates, *(float(one) for batch in batches for one in batch.rates)])
-    setting = f"lr={rate / 10 if math.isfinite(rate) else 0.01:g}"
+    name, value = "lr", rate / 10 if math.isfinite(rate) else 0.01
     cause, tried = f"the learning rate is {rate:g}", ""
     if learned is not None:
-        setting, cause = learned.setting, learned.fault or cause
+        name, value, cause = learned.name, learned.value, learned.fault or cause
         tried = f"a few steps bring the loss from {learned.before:.3g} to {learned.after:.3g}"
-    remedy = remedies.optimizer_setting(setting)
-    if setting.startswith("lr="):
-        remedy = f"{'a schedule that stays at' if run.schedules else 'a lower learning rate,'} {remedy}"
+    setting = remedies.optimizer_setting(run, name, value)
+    text = f"{setting}"
+    if name == "lr":
+        text = f"{'a schedule that stays at' if run.schedules else 'a lower learning rate,'} {setting}"
+    is_scheduled = name == "lr" and setting.old is not None and rate > setting.old
     return _diagnosis(
         case, finding, "divergence",
         f"The steps make the loss grow without bound{', in float32 too' if case.batches else ''}: {cause}.",
-        remedy, tried=tried,
+        Remedy(text, tried, () if is_scheduled else (setting,)),
         alternative=_normalization(finding, 20.0) or f"clip gradients: {remedies.clipping()}",
         figures={} if learned is None else {"loss": (learned.before, learned.after)},
     )  # fmt: skip
@@ -646,20 +668,20 @@ def _underflow(run: RunState, case: Case) -> Diagnosis | None:
     if finding is None or finding.fails:
         return None
     worst = max((name for name in lost if name), key=lambda name: lost[name])
-    remedy, tried, cap = "", "", run.scaler.max_scale
+    tried, cap, bfloat16 = "", run.scaler.max_scale, remedies.other_precision("bf16-mixed")
     scale = finding.largest_scale / 16 if math.isfinite(finding.largest_scale) else 2.0**40
     still_lost = remedies.underflow(run, case.batches, scale).get("", 1.0) if scale > case.scale else 1.0
     if still_lost < MAX_UNDERFLOW / 3:
         tried = "the batch is finite at this scale, and little is lost"
         settings = {"init_scale": scale} | ({"max_scale": None} if cap < scale else {})
-        remedy = remedies.precision(run.precision, **settings)
+        setting = remedies.precision(run.precision, **settings)
     else:
-        remedy = remedies.other_precision("bf16-mixed")
+        setting = bfloat16
     return _diagnosis(
         case, finding, "underflow",
         f"At a loss scale of {case.scale:g}, {lost['']:.0%} of the gradient is lost in float16; worst: {worst}"
         f" ({lost[worst]:.0%}).",
-        remedy, tried=tried, alternative=remedies.other_precision("bf16-mixed") if tried else "",
+        Remedy(f"{setting}", tried, (setting,)), alternative=f"{bfloat16}" if tried else "",
         figures={"lost_gradient": (lost[""], still_lost)} if tried else {},
     )  # fmt: skip
 
@@ -695,7 +717,9 @@ def _without_replay(run: RunState, case: Case) -> Diagnosis | None:
 # --- shared by the verdicts ------------------------------------------------------------------------------------------
 
 
-def _diagnosis(case: Case, finding: Finding, kind: str, cause: str, remedy: str, **details: Any) -> Diagnosis:
+def _diagnosis(case: Case, finding: Finding, kind: str, cause: str, remedy: str | Remedy, **details: Any) -> Diagnosis:
+    if isinstance(remedy, Remedy):
+        remedy, details["tried"], details["changes"] = remedy
     in_a_row = case.in_a_row
     if case.trigger == "step":  # its outcome is not known yet
         in_a_row = in_a_row + 1 if finding.fails else 0

@@ -61,7 +61,7 @@ class Finding:
             and the largest number of the others.
         ranges: largest absolute value of each floating-point tensor of the batch.
         error: the exception that ended the replay early.
-        autocast: the place at which the code first enters a 16-bit autocast of its own; "" if it enters none.
+        autocast: the file and line in which the code first enters a 16-bit autocast of its own; None if it enters none.
     """
 
     batch_idx: int
@@ -79,7 +79,7 @@ class Finding:
     outliers: dict[str, tuple[list[int], float]] = field(default_factory=dict)
     ranges: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    autocast: str = ""
+    autocast: tuple[str, int] | None = None
 
     @property
     def is_hopeless(self) -> bool:
@@ -200,7 +200,7 @@ def _look_into(
     try:
         with trace, own_autocast() as places:
             run_batch(run, recorded, on_loss, variant)
-        finding.autocast = next(iter(places), "")
+        finding.autocast = next(iter(places), None)
     except Exception:
         finding.fails, finding.largest_scale, finding.origin = True, 0.0, trace.fallback()
         raise

@@ -14,6 +14,7 @@ from trainer.common.module_tree import is_measurable
 from trainer.common.run_callback import RunCallback, refuse_other_trainers
 from trainer.diagnosis.diagnose import Case, diagnose
 from trainer.diagnosis.recording import RecordedBatch, Recorder
+from trainer.diagnosis.remedies import is_command_line
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, join_first, rank_zero_warn
 from trainer.loop.closures import needs_closure
 from trainer.loop.run_state import RunState, state_of
@@ -157,11 +158,11 @@ class NonFiniteGuard(RunCallback):
             return
         if broken := _nonfinite_parameters(state_of(trainer)):
             report = last_diagnosis(trainer)
+            lines = [] if report is None else report.lines()[: 1 if is_command_line() else None]
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
-                f" were not saved, and earlier checkpoints are unchanged: {join_first(broken, 6)}."
-                " NonFiniteGuard('continue') saves such weights.\n"
-                + "\n".join([] if report is None else report.lines()),
+                f" were not saved: {join_first(broken, 6)}."
+                " NonFiniteGuard('continue') saves such weights.\n" + "\n".join(lines),
                 step=trainer.global_step,
             )
 

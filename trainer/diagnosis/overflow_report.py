@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -30,13 +30,14 @@ from trainer.common import terminal
 from trainer.common.files import from_here, write_text
 from trainer.common.module_tree import is_dense, is_measurable
 from trainer.common.run_callback import RunCallback, refuse_other_trainers
+from trainer.diagnosis import remedies
 from trainer.diagnosis.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
 from trainer.diagnosis.host_batches import HostBatches, is_device_assert
 from trainer.diagnosis.out_of_range import OutOfRange
 from trainer.diagnosis.recording import Evidence, RecordedBatch
 from trainer.diagnosis.replay_state import BufferState
 from trainer.diagnosis.report_file import Diagnosis
-from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
+from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, rank_zero_warn, warn
 from trainer.loop.gradients import norm_of
 from trainer.loop.run_state import RunState, state_of
 from trainer.precision.underflow import Underflow, UnderflowProbe
@@ -53,6 +54,8 @@ _GROWTH_FACTOR = 10.0
 """A loss is examined if it exceeds the lowest one by more than this multiple of the lowest one."""
 _FALL_FACTOR = 1000.0
 """A negative loss falls without bound if it exceeds the usual loss by more than this factor."""
+_MANY_SKIPS = 10
+"""Number of skipped steps at the beginning of a training that are mentioned. The default loss scale is then 64."""
 _EXAMINED = 4
 """Maximum number of examinations per trigger in a run."""
 
@@ -144,6 +147,8 @@ class OverflowReport(RunCallback):
 
     Attributes:
         reports: the diagnoses of this run (:class:`~trainer.diagnosis.report_file.Diagnosis`), the same on all ranks.
+        on_verdict: called by all ranks before a new diagnosis is printed, with the run's state, the case and the
+            diagnosis. Returns a function to call after it was printed, which may raise to end the run. Default: None.
 
     Raises:
         ConfigurationError: if a number is out of range.
@@ -177,6 +182,7 @@ class OverflowReport(RunCallback):
         self.collapse_after = collapse_after
         self.at_floor = at_floor
         self.reports: list[Diagnosis] = []
+        self.on_verdict: Callable[[RunState, Case, Diagnosis], Callable[[], None]] | None = None
         self.dirpath = dirpath
         self._console = console
         self._fit: _Fit | None = None
@@ -235,6 +241,7 @@ class OverflowReport(RunCallback):
         if outcome.skipped:
             self._process_skip(run, fit, run.global_step - len(outcome.optimizers), outcome)
         elif fit.skips:
+            self._warn_of_first_scale(run, fit, outcome.scale)
             fit.skips = fit.skips_at_floor = 0
             fit.first_skip = None
             fit.evidence.resize()
@@ -313,14 +320,15 @@ class OverflowReport(RunCallback):
                 latest.count += 1
             return
         first = min((batch.step for batch in batches), default=step)
-        recent = [recorded for recorded in fit.evidence.batches() if recorded.step < first]
+        recorded = fit.evidence.batches()
+        recent = [batch for batch in recorded if batch.step < first]
         try:
             norm = fit.first_norm  # reading it is a host-device synchronization; None on a rank without a loss so far
             since = fit.known if norm is None or norm.isfinite() else -1
             since = int(run.collectives.reduce(torch.tensor(since, device=run.device), "min"))
             evidence = recent, fit.weights, since, fit.first_buffers
             counts = fit.skips, trigger, self.reports, fit.weights_step
-            case = Case(step, batches, scale, *evidence, *counts, error, fit.growth)
+            case = Case(step, batches, scale, *evidence, *counts, error, fit.growth, recorded[len(recent) :])
             found = diagnose(run, case)
         except Exception:  # the user's code may fail if it runs twice; this must not end the run
             log.info("Step %d could not be examined, because its replay failed.", step, exc_info=True)
@@ -330,7 +338,10 @@ class OverflowReport(RunCallback):
         known = next((report for report in self.reports if (report.kind, report.key) == (found.kind, found.key)), None)
         fit.latest[trigger] = known or found
         if known is None:
+            finish = None if self.on_verdict is None else self.on_verdict(run, case, found)
             self._report(run, found)
+            if finish is not None:
+                finish()
         else:
             known.count += 1
 
@@ -449,6 +460,16 @@ class OverflowReport(RunCallback):
         if collapses:
             self._collapse_error(run, fit, fit.first_skip, step)
 
+    def _warn_of_first_scale(self, run: RunState, fit: _Fit, scale: float) -> None:
+        """Warn if a training began with many skipped steps that have no other cause than the first loss scale."""
+        assert fit.first_skip is not None
+        step, _, first_scale, _ = fit.first_skip
+        if step == 0 and fit.skips >= _MANY_SKIPS and scale < first_scale and not self.reports:
+            rank_zero_warn(
+                f"The first {fit.skips} optimizer steps were skipped, because the loss scale began at {first_scale:g}."
+                f" {scale:g} fits: {remedies.precision(run.precision, init_scale=scale)}."
+            )
+
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Drop the recorded batches and weights."""
         if self._fit is not None:
@@ -499,7 +520,7 @@ class OverflowReport(RunCallback):
         buffers.restore()
         scaler.load_state_dict({"scale": scale, "_growth_tracker": 0})
         if self.reports:
-            lines += self.reports[-1].lines()
+            lines += self.reports[-1].lines()[: 1 if remedies.is_command_line() else None]  # it was printed before
         if trainer.checkpoint_callbacks and not run.fast_dev_run and are_finite(module):
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or folder_of_reports(trainer)
             folder = folder or trainer.default_root_dir

@@ -179,15 +179,38 @@ class Learned(NamedTuple):
     """A setting of the optimizers with which a few steps reduce the loss.
 
     Attributes:
-        setting: such as "lr=0.1".
+        name: name of the setting, such as "lr".
+        value: its value.
         fault: the setting of the run that is the cause, such as "momentum=1.5"; "" if it is the learning rate.
         before, after: the mean loss before and after the steps.
     """
 
-    setting: str
+    name: str
+    value: Any
     fault: str
     before: float
     after: float
+
+
+def try_steps(
+    run: RunState, batches: Sequence[RecordedBatch], variant: Variant, settings: Mapping[str, Any], scale: float
+) -> tuple[float, float]:
+    """Train for a few passes with the current weights. Return the mean loss of the first and of the last one.
+
+    The latter is inf if a loss is not finite, or the mean losses rise. Restores everything afterwards.
+
+    Args:
+        run: the state of the run.
+        batches: the batches of a pass.
+        variant: the change of the precision.
+        settings: settings of the parameter groups.
+        scale: the loss scale.
+    """
+    others = {name: value for name, value in settings.items() if name != "lr"}
+    rate = settings.get("lr", _highest_rate(run))
+    seen = _train(run, batches, rate, sys.float_info.max, others, variant, scale)
+    first = seen[: len(batches)]
+    return sum(first) / len(batches) if len(first) == len(batches) else math.nan, _last_mean(seen, batches)
 
 
 def find_setting(run: RunState, batches: Sequence[RecordedBatch], weights: Weights) -> Learned | None:
@@ -206,17 +229,17 @@ def find_setting(run: RunState, batches: Sequence[RecordedBatch], weights: Weigh
     if not first:
         return None
     usual, limit = sum(first) / len(first), max(first) + 0.5 * abs(max(first))
-    tries: list[tuple[str, str, list[float], dict[str, Any]]] = []
+    tries: list[tuple[str, Any, str, list[float], dict[str, Any]]] = []
     for name, value, is_usual in _USUAL:
         if (group := next((g for g in groups if name in g and not is_usual(g[name])), None)) is not None:
-            tries.append((f"{name}={value}", f"{name}={group[name]}", [start], {name: value}))
+            tries.append((name, value, f"{name}={group[name]}", [start], {name: value}))
     for rate in (float(f"{start / 10**power:.0e}") for power in range(1, _RATES + 1)):
-        tries.append((f"lr={rate / 4:g}", "", [rate, rate / 4], {}))  # a margin for batches that were not recorded
-    for setting, fault, rates_to_try, settings in tries:
+        tries.append(("lr", rate / 4, "", [rate, rate / 4], {}))  # a margin for batches that were not recorded
+    for name, value, fault, rates_to_try, settings in tries:
         with weights_of(run, weights):
             means = [_last_mean(_train(run, batches, rate, limit, settings), batches) for rate in rates_to_try]
         if max(means) < usual - 0.01 * abs(usual):
-            return Learned(setting, fault, usual, means[-1])
+            return Learned(name, value, fault, usual, means[-1])
     return None
 
 
@@ -233,7 +256,13 @@ def _highest_rate(run: RunState) -> float:
 
 
 def _train(
-    run: RunState, batches: Sequence[RecordedBatch], rate: float, limit: float, settings: Mapping[str, Any]
+    run: RunState,
+    batches: Sequence[RecordedBatch],
+    rate: float,
+    limit: float,
+    settings: Mapping[str, Any],
+    variant: Variant = FLOAT32,
+    scale: float = 1.0,
 ) -> list[float]:
     """Train for a few passes. Return the losses up to the first one that exceeds the limit.
 
@@ -243,16 +272,18 @@ def _train(
         rate: the highest learning rate of the parameter groups; the others keep their ratio to it.
         limit: largest loss.
         settings: other settings of the parameter groups.
+        variant: the change of the precision. Default: float32.
+        scale: loss scale. It is halved, and the step skipped, if a gradient is not finite at a larger scale than 1.
     """
     seen: list[float] = []
     highest = _highest_rate(run)
-    with _optimizer_steps(run) as step:
+    with _optimizer_steps(run, scale) as step:
         for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
             group.update({name: value for name, value in settings.items() if name in group})
             is_usual = math.isfinite(float(group["lr"])) and 0 < highest < math.inf
             group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
         for recorded in [*batches] * _PASSES:
-            *found, _ = step(recorded, FLOAT32, recorded is batches[-1])  # the window may have more batches
+            *found, _ = step(recorded, variant, recorded is batches[-1])  # the window may have more batches
             seen += found[:1] or seen[-1:]  # a batch may have no loss
             if seen and not seen[-1] <= limit:
                 break
@@ -265,7 +296,7 @@ def _last_mean(seen: Sequence[float], batches: Sequence[RecordedBatch]) -> float
     if len(seen) < size * _PASSES:
         return math.inf
     means = [sum(seen[at : at + size]) / size for at in range(0, len(seen), size)]
-    falls = max(means) <= 1.2 * means[0] and means[-1] <= min(means) + 0.1 * abs(min(means))
+    falls = max(means) <= means[0] + 0.2 * abs(means[0]) and means[-1] <= min(means) + 0.1 * abs(min(means))
     return means[-1] if falls else math.inf
 
 
@@ -329,26 +360,35 @@ def can_step(run: RunState) -> bool:
 
 
 @contextmanager
-def _optimizer_steps(run: RunState) -> Iterator[Callable[..., list[float]]]:
+def _optimizer_steps(run: RunState, scale: float = 1.0) -> Iterator[Callable[..., list[float]]]:
     """Yield a function that takes a step on a batch, and returns its losses, then whether gradients are finite.
 
     Its arguments are the batch, the variant, and whether to step before the end of the window.
 
     Afterwards, weights and optimizers are as before.
+
+    Args:
+        run: the state of the run.
+        scale: loss scale. It is halved, and the step skipped, if a gradient is not finite at a larger scale than 1.
+            Default: 1.
     """
+    are_finite: list[bool] = []
     states = [optimizer.state for optimizer in run.optimizers]
     parameters = [p for o in run.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
     steps, is_manual = can_step(run), not run.is_automatic
 
     def step(recorded: RecordedBatch, variant: Variant, is_last: bool = False) -> list[float]:
+        nonlocal scale
         found: list[float] = []
-        are_finite = [True]
+        are_finite.clear()
 
         def on_loss(loss: Tensor) -> None:
             found.append(loss.item())
+            loss = loss if scale == 1.0 else loss.float() * scale
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
                 if gradient is not None:
+                    gradient = gradient if scale == 1.0 else gradient / scale
                     are_finite.append(bool(_values(gradient).isfinite().all()))
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
@@ -362,9 +402,12 @@ def _optimizer_steps(run: RunState) -> Iterator[Callable[..., list[float]]]:
             type(run.optimizers[0]).step(run.optimizers[0], closure)
         else:
             run_batch(run, recorded, on_loss, variant)
+        if scale > 1.0 and not all(are_finite):
+            scale /= 2
+            clear()
         if not is_manual and not with_closure and (is_last or recorded.mean.window.is_last or not steps):
             for optimizer in run.optimizers if steps else ():
-                type(optimizer).step(optimizer)
+                type(optimizer).step(optimizer)  # without gradients, it changes nothing
             clear()
         return [*found, all(are_finite)]
 
@@ -374,7 +417,7 @@ def _optimizer_steps(run: RunState) -> Iterator[Callable[..., list[float]]]:
 
     def take_step(optimizer: Any, closure: Callable[[], Any], **_: Any) -> Any:
         result = closure()
-        if steps:
+        if steps and (scale == 1.0 or all(are_finite)):
             type(optimizer).step(optimizer)
         return result
 
@@ -402,10 +445,31 @@ def is_command_line() -> bool:
     return run is not None and run.is_running
 
 
-def precision(own: Precision, **settings: Any) -> str:
+class Setting(NamedTuple):
+    """An argument of the Trainer or of the optimizers with another value.
+
+    Attributes:
+        owner: "trainer" or "optimizer".
+        name: name of the argument.
+        value: the new value. For ``MixedPrecision``, only its changed arguments.
+        code: the value in full, as Python code.
+        old: the current value, such as 0.1. None if it is not known, or differs between parameter groups.
+        text: the argument in the caller's syntax.
+    """
+
+    owner: str
+    name: str
+    value: Any
+    code: str
+    old: Any
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def precision(own: Precision, **settings: Any) -> Setting:
     """Return the argument that adds these settings to the run's `MixedPrecision`."""
-    if is_command_line():
-        return " ".join(shlex.quote(f"precision.{name}={_yaml(value)}") for name, value in settings.items())
     given = {}
     for name, parameter in list(inspect.signature(type(own).__init__).parameters.items())[2:]:
         if getattr(own, name, parameter.default) != parameter.default and name != "loss_scaling":
@@ -413,17 +477,26 @@ def precision(own: Precision, **settings: Any) -> str:
     given |= settings
     words = ", ".join(f"{name}={list(value) if isinstance(value, tuple) else value!r}" for name, value in given.items())
     dtype = str(own.dtype).removeprefix("torch.")
-    return f"precision=MixedPrecision({dtype!r}, {words})"
+    code = f"MixedPrecision({dtype!r}, {words})"
+    overrides = " ".join(shlex.quote(f"precision.{name}={_yaml(value)}") for name, value in settings.items())
+    return Setting(
+        "trainer", "precision", settings, code, None, overrides if is_command_line() else f"precision={code}"
+    )
 
 
-def other_precision(name: str) -> str:
+def other_precision(name: str) -> Setting:
     """Return the argument that chooses another precision."""
-    return f"precision={name}" if is_command_line() else f"precision={name!r}"
+    text = f"precision={name}" if is_command_line() else f"precision={name!r}"
+    return Setting("trainer", "precision", name, repr(name), None, text)
 
 
-def optimizer_setting(setting: str) -> str:
-    """Return a setting of the optimizer, such as ``lr=0.1``."""
-    return f"optimizer.{setting}" if is_command_line() else setting
+def optimizer_setting(run: RunState, name: str, value: Any) -> Setting:
+    """Return an argument of the optimizers, such as ``lr=0.1``."""
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    olds = {group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name) for group in groups}
+    code = f"{value:g}" if name == "lr" else repr(value)
+    text = f"{'optimizer.' if is_command_line() else ''}{name}={code}"
+    return Setting("optimizer", name, value, code, olds.pop() if len(olds) == 1 else None, text)
 
 
 def clipping() -> str:

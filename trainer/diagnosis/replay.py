@@ -13,7 +13,6 @@ from copy import copy, deepcopy
 from functools import partial
 from inspect import currentframe
 from itertools import chain
-from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NamedTuple, TypeVar
 
@@ -125,13 +124,13 @@ def _widened_dtype(value: Any) -> Any:
 
 
 @contextmanager
-def own_autocast(*, is_ignored: bool = False) -> Iterator[list[str]]:
-    """A context that collects the places at which the code itself enters ``torch.autocast`` with 16 bits.
+def own_autocast(*, is_ignored: bool = False) -> Iterator[list[tuple[str, int]]]:
+    """A context that collects the files and lines in which the code itself enters ``torch.autocast`` with 16 bits.
 
     Args:
         is_ignored: whether these have no effect. Default: False.
     """
-    enter, places = torch.autocast.__enter__, list[str]()
+    enter, places = torch.autocast.__enter__, list[tuple[str, int]]()
 
     def watched(context: torch.autocast) -> Any:
         device = context.device
@@ -140,7 +139,7 @@ def own_autocast(*, is_ignored: bool = False) -> Iterator[list[str]]:
         frame = next(one for one, _ in walk_stack(currentframe()) if not one.f_code.co_filename.endswith(_WRAPPERS))
         file, is_half = frame.f_code.co_filename, torch.get_autocast_dtype(device) in _HALF
         if torch.is_autocast_enabled(device) and is_half and not is_frameworks_file(file):
-            places.append(f"{Path(file).name}:{frame.f_lineno}")
+            places.append((file, frame.f_lineno))
             if is_ignored:
                 torch.set_autocast_enabled(device, before[0])
                 torch.set_autocast_dtype(device, before[1])

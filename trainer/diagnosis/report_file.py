@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from trainer.diagnosis.examine import Finding
+from trainer.diagnosis.remedies import Setting
+from trainer.diagnosis.rewrite import Change, Removal
 from trainer.diagnosis.trace import Magnitude, Origin
 from trainer.errors import join_first
 
@@ -44,7 +46,9 @@ class Diagnosis:
         count: number of times that the cause was seen.
         samples: the indices of the samples that are the cause, by the name of the tensor in the batch.
         figures: numbers without and with the remedy, by name ("loss", "largest_scale", "lost_gradient"). Empty if the
-            remedy was not tried, or is a change of the code.
+            remedy was not tried, or is a change of the code. "steps": the mean loss at the beginning and at the end of
+            the steps of :func:`~trainer.diagnosis.patch.try_steps`.
+        changes: the remedy as data; () if it changes no code and no argument.
     """
 
     kind: str
@@ -59,6 +63,7 @@ class Diagnosis:
     count: int = 1
     samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
     figures: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    changes: tuple[Change | Removal | Setting, ...] = ()
 
     @property
     def module(self) -> str | None:

@@ -79,16 +79,14 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         """Return the edits as text: "in FILE:LINE write: STATEMENT". In a notebook, the line of the cell is given."""
-        path = Path(self.file)
-        is_cell = self.file.startswith("<") or path.parent.name.startswith("ipykernel_")
+        return "in " + "; and in ".join(f"{place(self.file, one.lineno)} write: {new}" for one, new in self.replaced())
+
+    def replaced(self) -> list[tuple[ast.stmt, str]]:
+        """Return each statement that changes, and the new one."""
         old = _statements(_parse_file(self.file))
         new = {id(statement): statement for statement in self._edited(copy.deepcopy(old))}
-        lines = [
-            f"{f'line {after.lineno} of the cell' if is_cell else f'{path.name}:{after.lineno}'} write: {text}"
-            for before, after in zip(old, new.values(), strict=True)
-            if (text := ast.unparse(after)) != ast.unparse(before)
-        ]
-        return "in " + "; and in ".join(lines)
+        pairs = zip(old, map(ast.unparse, new.values()), strict=True)
+        return [(before, after) for before, after in pairs if after != ast.unparse(before)]
 
     def also(self, other: Change) -> Change:
         """Return both changes together. They must be in the same file."""
@@ -124,6 +122,23 @@ class Change(NamedTuple):
         finally:
             for function, own in zip(functions, before, strict=True):
                 function.__code__ = own
+
+
+class Removal(NamedTuple):
+    """A ``with torch.autocast(...)`` that is removed, but not its body."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"remove torch.autocast in {place(self.file, self.line)}"
+
+
+def place(file: str, line: int) -> str:
+    """Return a place as text: "FILE:LINE", or "line LINE of the cell" in a notebook."""
+    path = Path(file)
+    is_cell = file.startswith("<") or path.parent.name.startswith("ipykernel_")
+    return f"line {line} of the cell" if is_cell else f"{path.name}:{line}"
 
 
 def propose(origin: Origin) -> Iterator[Change]:

@@ -52,6 +52,8 @@ class Command:
             with the Trainer's method of the same name.
         words: the largest number of words without ``=`` after the command. Default: 0, settings only.
         takes_files: whether these words are file names, which may contain ``=``.
+        takes_program: whether all words after the command are options, a program and its arguments, which only the
+            function of the command parses.
     """
 
     text: str | None
@@ -62,6 +64,7 @@ class Command:
     function: str = ""
     words: int = 0
     takes_files: bool = False
+    takes_program: bool = False
 
     @property
     def summary(self) -> str:
