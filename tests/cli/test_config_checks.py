@@ -61,7 +61,7 @@ TUNE = {
 LINE = {
     # options
     "precision=16-mixd": "has no option '16-mixd'. Did you mean '16-mixed'?",
-    "optimizer=foo": "has no option 'foo'. Choose one of: adam, adamw, sgd.",
+    "optimizer=foo": "has no option 'foo'. Choose one of: adam, adamw, muon, sgd.",
     "logger=false": "has no option 'false'. Choose one of: csv,",
     # settings
     "+trainer.foo=3": "There is no setting 'trainer.foo'.\n",
