@@ -112,12 +112,12 @@ def load_weights(module: nn.Module, path: str | Path, weights_only: bool | None 
     if any(parameter.is_meta for parameter in module.parameters()):
         advice = "Create them on another device, or let the fit load the weights: Trainer.fit(weights=PATH)."
         raise ConfigurationError(f"Got a {type(module).__name__} with parameters on the meta device. {advice}")
-    found = find_weights(path)
+    file = find_weights(path)
 
     def load(state: dict[str, Any], strict: bool) -> None:
         module.load_state_dict(state["state_dict"], strict=strict)
 
-    return load_into(module, found, load, weights_only)
+    return load_into(module, file, load, weights_only)
 
 
 def load_into(
@@ -140,9 +140,9 @@ def load_into(
     targets = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     weights = read(file, weights_only, template)
     names, prefixes = paired(weights, targets)
-    found = {name: weights[name_in_file] for name, name_in_file in names.items()}
-    differing = {name: reason for name, value in found.items() if (reason := _difference(value, targets[name]))}
-    chosen = {name: value for name, value in found.items() if name not in differing}
+    values = {name: weights[name_in_file] for name, name_in_file in names.items()}
+    differing = {name: reason for name, value in values.items() if (reason := _difference(value, targets[name]))}
+    chosen = {name: value for name, value in values.items() if name not in differing}
     if not chosen:
         raise ConfigurationError(_no_match_error(file, weights, targets, differing, module))
     changed = [(value, targets[name]) for name, value in chosen.items() if value.dtype != targets[name].dtype]

@@ -337,17 +337,17 @@ def _sizes(url: str) -> dict[str, int]:
     """Return the sizes of files and folders in a folder, by name; {} if it does not exist."""
     system, place = _located(url)
     with suppress(FileNotFoundError):
-        found = {one["name"].rstrip("/"): int(one["size"]) for one in system.ls(place, detail=True)}
-        found.pop(place, None)  # some programs store an empty file for a folder
-        return {name.rpartition("/")[2]: size for name, size in found.items()}
+        sizes = {one["name"].rstrip("/"): int(one["size"]) for one in system.ls(place, detail=True)}
+        sizes.pop(place, None)  # some programs store an empty file for a folder
+        return {name.rpartition("/")[2]: size for name, size in sizes.items()}
     return {}
 
 
 def _check_sizes(url: str, files: Mapping[str, tuple[int, str]]) -> None:
     """Raise a CheckpointError if a file is missing or has another size."""
-    found = _sizes(url)
+    stored = _sizes(url)
     for name, (size, _) in files.items():
-        if found.get(name) != size:
+        if stored.get(name) != size:
             raise CheckpointError(
-                f"{url} is damaged: {name} has {found.get(name, 0):,} bytes, and was written with {size:,}."
+                f"{url} is damaged: {name} has {stored.get(name, 0):,} bytes, and was written with {size:,}."
             )

@@ -56,11 +56,11 @@ def check(node: Any, key: str, allowlist: Allowlist) -> None:
             _check_arguments(allowlist.locate(entry.value["_target_"]), entry.value, entry.key)
 
 
-def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
-    """Check Hydra's keys in a node, and its arguments against the signature of ``found``, if it has one."""
+def _check_arguments(target: Any, node: dict[str, Any], key: str) -> None:
+    """Check Hydra's keys in a node, and its arguments against the signature of ``target``, if it has one."""
     check_settings(key, {name: value for name, value in node.items() if name in _SPECIAL}, _SPECIAL)
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(target)
     except (TypeError, ValueError):  # a built-in function
         return
     parameters, target = signature.parameters, node["_target_"]

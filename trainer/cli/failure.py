@@ -93,7 +93,7 @@ def print_error(error: Exception) -> None:
 def printable(text: str) -> str:
     """Return ``text`` without secrets and colors, with other control characters escaped."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", redaction.text(text))
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], plain)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda matched: repr(matched[0])[1:-1], plain)
 
 
 def is_about_settings(error: BaseException) -> bool:

@@ -100,11 +100,11 @@ def _format_rows(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 def _first_screen(config_dir: str | None) -> str:
     """Return the commands by group, the first steps, and pointers to further help, on one screen."""
-    found = {name: command for name in commands.names() if (command := commands.find(name))}
-    width = max(map(len, found))
+    known = {name: command for name in commands.names() if (command := commands.find(name))}
+    width = max(map(len, known))
     lines = [(trainer.__doc__ or "").partition("\n")[0], "", f"usage: {program()} COMMAND [SETTING=VALUE ...] [FLAGS]"]
-    for title in dict.fromkeys([*_GROUPS_OF_COMMANDS, *(command.group for command in found.values())]):
-        rows = [(f"{name:<{width}}", command.summary) for name, command in found.items() if command.group == title]
+    for title in dict.fromkeys([*_GROUPS_OF_COMMANDS, *(command.group for command in known.values())]):
+        rows = [(f"{name:<{width}}", command.summary) for name, command in known.items() if command.group == title]
         lines += ["", _format_rows(f"{title}:", rows)]
     recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
     steps = [(command_line(*words.split()), about) for words, about in _FIRST_STEPS]

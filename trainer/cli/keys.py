@@ -64,7 +64,7 @@ def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], 
         composer: finds the files.
         words: overrides, which choose options of config groups.
     """
-    found, written = {f"trainer.{name}": one.meaning for name, one in SETTINGS.items()}, set[str]()
+    meanings, written = {f"trainer.{name}": one.meaning for name, one in SETTINGS.items()}, set[str]()
     for file, group, package in composer.files(words):
         text = file.read_text(encoding="utf-8")
         prefix = f"{package}." if package else ""
@@ -73,12 +73,14 @@ def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], 
         if group and not is_remark and (meaning := description(file)):
             nodes = [name for name, is_node, _ in entries if is_node and name.count(".") == 1]
             for node in (group, *(nodes[:1] if group in ("callbacks", "logger") else ())):
-                found[node] = meaning
+                meanings[node] = meaning
         for name, _, comment in entries:
             written.add(name)
-            before = found.get(name, "")
-            found[name] = f"{before.rstrip('.')} ({comment})" if is_remark and before and comment else comment or before
-    return found, written
+            before = meanings.get(name, "")
+            meanings[name] = (
+                f"{before.rstrip('.')} ({comment})" if is_remark and before and comment else comment or before
+            )
+    return meanings, written
 
 
 def _entries(node: Any, prefix: str, lines: list[str]) -> Iterator[tuple[str, bool, str]]:

@@ -256,4 +256,4 @@ def canonical_precisions(value: str) -> str:
     """
     unquoted = value.replace('"', "").replace("'", "")
     names = [file.stem for folder in conf_folders() for file in folder.glob("precision/*.yaml")]
-    return _OPTIONS.sub(lambda found: match(found[0], names) or found[0], unquoted)
+    return _OPTIONS.sub(lambda option: match(option[0], names) or option[0], unquoted)

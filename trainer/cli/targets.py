@@ -186,12 +186,12 @@ class Allowlist:
             return True
         return root in PACKAGES and target.rpartition(".")[2][0].isupper() and not self._is_in_run_folder(root)
 
-    def _may_call(self, found: Any, target: str, key: str) -> bool:
+    def _may_call(self, value: Any, target: str, key: str) -> bool:
         """Return whether the config of a checkpoint may contain ``target``, after looking up its object."""
-        while isinstance(found, partial):
-            found = found.func
-        inner = getattr(found, "__qualname__", type(found).__qualname__)
-        home = f"{getattr(found, '__module__', None) or target.rpartition('.')[0]}.{inner}"
+        while isinstance(value, partial):
+            value = value.func
+        inner = getattr(value, "__qualname__", type(value).__qualname__)
+        home = f"{getattr(value, '__module__', None) or target.rpartition('.')[0]}.{inner}"
         if _runs_code(home):
             self._refuse_dangerous(target, key)
         if target in self._named or target in self._packages:
@@ -199,7 +199,7 @@ class Allowlist:
         if within(target, self._packages):
             return home.partition(".")[0] == target.partition(".")[0]
         bases = tuple(_look_up(base, base) for base in _BASES)
-        return isinstance(found, type) and within(home, _HOMES) and issubclass(found, bases)
+        return isinstance(value, type) and within(home, _HOMES) and issubclass(value, bases)
 
     def _refuse(self, refused: Mapping[str, str]) -> None:
         if refused:
@@ -260,22 +260,22 @@ def _check_name(target: Any, key: str) -> None:
 def _look_up(target: str, key: str) -> Any:
     path, *names = target.split(".")
     try:
-        found: Any = importlib.import_module(path)
+        value: Any = importlib.import_module(path)
         for name in names:
             place = f"{path}.{name}"
-            if not hasattr(found, name) and hasattr(found, "__path__") and importlib.util.find_spec(place) is not None:
+            if not hasattr(value, name) and hasattr(value, "__path__") and importlib.util.find_spec(place) is not None:
                 importlib.import_module(place)
-            if not hasattr(found, name):
-                hint = did_you_mean(name, dir(found))
+            if not hasattr(value, name):
+                hint = did_you_mean(name, dir(value))
                 raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{hint}")
-            found, path = getattr(found, name), place
+            value, path = getattr(value, name), place
     except ModuleNotFoundError as error:
         extra = packages.extra_of(error.name or "")
         advice = packages.pip_install(extra) if extra else "Install it, or correct the import."
         raise UsageError(f"{target} needs the package {error.name}, which is not installed. {advice}") from error
-    if not callable(found):
-        raise UsageError(f"{key}: {target} is a {type(found).__name__}, expected a class or a function.")
-    return found
+    if not callable(value):
+        raise UsageError(f"{key}: {target} is a {type(value).__name__}, expected a class or a function.")
+    return value
 
 
 def within(name: str, prefixes: Iterable[str]) -> bool:

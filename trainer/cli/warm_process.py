@@ -364,18 +364,18 @@ def shared_imports() -> Iterator[None]:
 
 def import_library(name: str) -> None:
     """Import the modules of a module, class or function, up to the first module that is a file of the user."""
-    found: Any = None
+    value: Any = None
     parts = name.split(".")
     with suppress(Exception, SystemExit):  # the program raises the error itself
         for end, part in enumerate(parts, start=1):
             module = ".".join(parts[:end])
-            spec = find_spec(module) if found is None or isinstance(found, ModuleType) else None
+            spec = find_spec(module) if value is None or isinstance(value, ModuleType) else None
             if spec is None:
-                found = getattr(found, part)  # some are imported at their first use
+                value = getattr(value, part)  # some are imported at their first use
                 continue
             if spec.origin is None or is_users(spec.origin):
                 return
-            found = import_module(module)
+            value = import_module(module)
             if module == "recipes":
                 merge_recipes()
 

@@ -121,8 +121,8 @@ def diagnose(run: RunState, case: Case) -> Diagnosis | None:
     if run.loop.path.draws:
         return _without_replay(run, case)
     if case.error is not None:
-        if (found := _rejected(run, case)) is not None:
-            return _out_of_range(run, case, found)
+        if (rejection := _rejected(run, case)) is not None:
+            return _out_of_range(run, case, rejection)
         if "without overflow" not in f"{case.error}" and are_finite(run.module, case.batches[0].batch):
             return None
     if case.trigger == "underflow":
@@ -148,7 +148,7 @@ def _rejected(run: RunState, case: Case) -> OutOfRange | None:
     if MESSAGE.search(f"{case.error}"):
         with suppress(Exception), undisturbed(run), call:
             run_batch(run, case.batches[0], lambda loss: None)
-    return call.found
+    return call.rejection
 
 
 def _explain_or_reuse(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
@@ -176,13 +176,13 @@ def _origin_of(finding: Finding) -> tuple[Any, ...]:
 def _explain(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
     """Explain why a batch fails with the current weights."""
     failing = [case.batches[finding.position]] if finding.position < len(case.batches) else []
-    if finding.broken_batch and (found := _data(run, case, finding, failing)) is not None:
-        return found
+    if finding.broken_batch and (diagnosis := _data(run, case, finding, failing)) is not None:
+        return diagnosis
     if not finding.fails:
         grown = case.trigger == "growth" and _has_diverged(run, case, failing, finding.origin)
         return _divergence(run, case, finding) if grown else None
-    if finding.outliers and finding.is_hopeless and (found := _outliers(run, case, finding, failing)) is not None:
-        return found
+    if finding.outliers and finding.is_hopeless and (diagnosis := _outliers(run, case, finding, failing)) is not None:
+        return diagnosis
     full = _in_float32(run, case)
     fits = finding.largest_scale
     diverged: Diagnosis | None = None
@@ -265,29 +265,29 @@ def _outliers(run: RunState, case: Case, finding: Finding, failing: Sequence[Rec
     )  # fmt: skip
 
 
-def _out_of_range(run: RunState, case: Case, found: OutOfRange) -> Diagnosis:
+def _out_of_range(run: RunState, case: Case, rejection: OutOfRange) -> Diagnosis:
     """Explain an index, label or probability that is out of range."""
-    batch_idx, bad, low, high = case.batches[0].batch_idx, found.rejected, found.low, found.high
-    finding = Finding(batch_idx, 0, 1, run.global_rank, case.scale, fails=True, error=found.error)
-    values = sorted(set(found.values[bad].tolist()))
+    batch_idx, bad, low, high = case.batches[0].batch_idx, rejection.rejected, rejection.low, rejection.high
+    finding = Finding(batch_idx, 0, 1, run.global_rank, case.scale, fails=True, error=rejection.error)
+    values = sorted(set(rejection.values[bad].tolist()))
     tensors = dict(named_tensors_in(case.batches[0].batch, "batch"))
     columns = {
         f"{name}[:, {column}]": one[:, column]
         for name, one in tensors.items() if one.dim() > 1 and not one.is_floating_point()
         for column in range(min(one.shape[1], 256))
     }  # fmt: skip
-    same = [n for n, one in (tensors | columns).items() if _have_same_values(one, found.values)]
+    same = [n for n, one in (tensors | columns).items() if _have_same_values(one, rejection.values)]
     # a part of a tensor, such as its tokens without the last
-    same += [n for n, one in tensors.items() if values == sorted(set(one[found.rejected_in(one)].tolist()))]
+    same += [n for n, one in tensors.items() if values == sorted(set(one[rejection.rejected_in(one)].tolist()))]
     name = same[0] if same else "an index that the step computes"
-    samples = found.rejected_in((tensors | columns).get(name, found.values))
+    samples = rejection.rejected_in((tensors | columns).get(name, rejection.values))
     rows = samples.reshape(len(samples) if samples.dim() else 1, -1).any(dim=1).nonzero().flatten().tolist()
-    is_label = found.ignored is not None
-    besides = f" and not {found.ignored}" if is_label and found.ignored in found.values else ""
+    is_label = rejection.ignored is not None
+    besides = f" and not {rejection.ignored}" if is_label and rejection.ignored in rejection.values else ""
     remedy = f"leave out samples in which {name} is outside {low} to {high}{besides}, or correct them."
     is_marker = len(values) == 1 and values[0] != high + 1
     alternative = f"replace {values[0]} in {name} by a number from {low} to {high}" if is_marker else ""
-    if values[0] > high and not found.values.is_floating_point():
+    if values[0] > high and not rejection.values.is_floating_point():
         alternative = "raise the number of classes or embeddings of the model"
     if alternative and samples.dim() and len(rows) > max(1, len(samples) / 4):  # too many to leave out
         remedy = f"{f'pass ignore_index={values[0]} to the loss' if is_marker and is_label else alternative}."
@@ -527,11 +527,11 @@ def _repeat_steps(run: RunState, case: Case, finding: Finding) -> Diagnosis | No
             recorded = remedies.failing_draw(run, case.batches)
     if recorded is not None:
         with remedies.weights_of(run, weights):
-            found = examine(run, [recorded], case.scale)
-            fails = found is not None and found.fails
-            if found is not None and found.is_hopeless:
-                one = replace(case, batches=[recorded], step=recorded.step)
-                if (verdict := _explain(run, one, found)) is not None:
+            earlier = examine(run, [recorded], case.scale)
+            fails = earlier is not None and earlier.fails
+            if earlier is not None and earlier.is_hopeless:
+                repeated_case = replace(case, batches=[recorded], step=recorded.step)
+                if (verdict := _explain(run, repeated_case, earlier)) is not None:
                     return verdict
     if not finding.broken_weights:
         return None

@@ -154,8 +154,8 @@ def _first_failing(run: RunState, batches: Sequence[RecordedBatch], scale: float
         return _fits(loss, scale, watched, part) and bool(loss.isfinite().all())
 
     try:
-        for found in replay(run, batches, is_finite, variant):
-            failing.append(not all(found))
+        for flags in replay(run, batches, is_finite, variant):
+            failing.append(not all(flags))
     except Exception:
         failing.append(True)
     return failing.index(True) if True in failing else len(failing)
@@ -172,7 +172,7 @@ def _look_into(
     finding.broken_weights = [
         name
         for name, parameter in module.named_parameters()
-        if is_dense(parameter) and (found := measure([part(parameter)])) is not None and found.not_finite
+        if is_dense(parameter) and (magnitude := measure([part(parameter)])) is not None and magnitude.not_finite
     ]
     if recorded is not None:
         finding.broken_batch, finding.ranges = samples_not_finite(recorded.batch)

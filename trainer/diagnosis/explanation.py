@@ -65,10 +65,10 @@ def explain(
     text = str(error)
     if isinstance(error, Exception) and _RAISED.search(text):
         add_note(error, f"It was raised while {_describe_position(run)} was loaded.")
-    elif isinstance(error, RuntimeError) and (found := DEAD_WORKER.search(text)):
-        return _worker_error(run, [int(pid) for pid in found["pids"].split(",")], found["how"])
-    elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
-        return _worker_error(run, [], f"have sent nothing for {found['seconds']} seconds")
+    elif isinstance(error, RuntimeError) and (matched := DEAD_WORKER.search(text)):
+        return _worker_error(run, [int(pid) for pid in matched["pids"].split(",")], matched["how"])
+    elif isinstance(error, RuntimeError) and (matched := _HUNG.search(text)):
+        return _worker_error(run, [], f"have sent nothing for {matched['seconds']} seconds")
     elif isinstance(error, RuntimeError) and _COLLECTIVE_TIMEOUT.search(text):
         _explain_waiting(error, run)
         if stall is not None and (report := stall()) is not None:
@@ -259,12 +259,12 @@ _PHASES: dict[str, tuple[str, str | tuple[str, ...]]] = {
 
 def _phase(frames: Iterable[FrameType]) -> str:
     """Return the phase of the innermost known frame, or "". Frames are given from the outermost."""
-    found = ""
+    current = ""
     for frame in frames:
-        phase, prefixes = _PHASES.get(frame.f_code.co_name, (found, ""))
+        phase, prefixes = _PHASES.get(frame.f_code.co_name, (current, ""))
         if str(frame.f_globals.get("__name__")).startswith(prefixes):
-            found = phase
-    return found
+            current = phase
+    return current
 
 
 def _describe_live_tensors(usage: Usage, is_cpu: bool) -> str:

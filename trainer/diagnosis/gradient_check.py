@@ -194,9 +194,9 @@ def _loss_of(trainer: pl.Trainer, module: LightningModule, batch: Any, batch_idx
             output = module.training_step(*arguments)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype is torch.float64 and loss.requires_grad):
-            found = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            given = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ConfigurationError(
-                f"Got {found} as the loss of training_step, expected one float64 number that requires a gradient. A"
+                f"Got {given} as the loss of training_step, expected one float64 number that requires a gradient. A"
                 " cast such as x.float() changes the dtype; detach() and no_grad() remove the gradient."
             )
         return loss.reshape(())

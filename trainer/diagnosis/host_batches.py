@@ -95,8 +95,8 @@ class HostBatches:
                 with suppress(Exception), RaisedCall() as call:
                     given = host.on_after_batch_transfer(host.on_before_batch_transfer(batch, 0), 0)
                     host.training_step(given, *([batch_idx] if takes_index else []))
-                if call.found is not None:
-                    return RecordedBatch(batch, batch_idx, step, copy(self._loop.mean), {}), call.found
+                if call.rejection is not None:
+                    return RecordedBatch(batch, batch_idx, step, copy(self._loop.mean), {}), call.rejection
                 if time.monotonic() - began > _SECONDS:
                     break
         return None

@@ -48,10 +48,10 @@ class RaisedCall(TorchFunctionMode):
     """Remembers the call of a function of torch that raises an exception.
 
     Attributes:
-        found: the argument that is out of range, or None.
+        rejection: the argument that is out of range, or None.
     """
 
-    found: OutOfRange | None = None
+    rejection: OutOfRange | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -60,7 +60,7 @@ class RaisedCall(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             candidates = _tensors_with_range(name if name.startswith("__") else name.rstrip("_"), args, kwargs or {})
             rejected = (one._replace(error=f"{error}") for one in candidates if one.rejected.any())
-            self.found = next(rejected, None)
+            self.rejection = next(rejected, None)
             raise
 
 
@@ -88,14 +88,14 @@ def _tensors_with_range(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def _indices(tensor: Tensor, items: tuple[Any, ...]) -> list[OutOfRange]:
     """Return the integer tensors that index dimensions of a tensor."""
-    found, dim = [], 0
+    rejections, dim = [], 0
     used = [one.dim() if _is_mask(one) else int(one is not None and one is not ...) for one in items]
     for item, number in zip(items, used, strict=True):
         if isinstance(item, Tensor) and not _is_mask(item):
             size = tensor.shape[dim]
-            found.append(OutOfRange(item, -size if (item < 0).any() else 0, size - 1))
+            rejections.append(OutOfRange(item, -size if (item < 0).any() else 0, size - 1))
         dim += tensor.dim() - sum(used) if item is ... else number
-    return found
+    return rejections
 
 
 def _is_mask(item: Any) -> bool:

@@ -249,8 +249,8 @@ class OverflowReport(RunCallback):
             fit.raised_at = run.global_step if outcome.next_scale > outcome.scale else -1
         if is_due:
             self._check_losses(run)
-            found = [] if self._probe is None else self._finish_probe(run, fit, self._probe)
-            if found and not outcome.skipped and (found[0].subnormal > MAX_UNDERFLOW or found[0].zeros == 1.0):
+            counts = [] if self._probe is None else self._finish_probe(run, fit, self._probe)
+            if counts and not outcome.skipped and (counts[0].subnormal > MAX_UNDERFLOW or counts[0].zeros == 1.0):
                 step = run.global_step - len(outcome.optimizers)
                 self._explain(run, fit, "underflow", fit.evidence.batches_of(step), step, outcome.scale)
 
@@ -280,8 +280,8 @@ class OverflowReport(RunCallback):
         if fit.host_batches is not None and is_device_assert(exception):
             fit.first_norm = None  # on the device, which can no longer be read
             with suppress(Exception):  # the module cannot be copied, or does not run on the CPU
-                if (found := fit.host_batches.failing()) is not None:
-                    self._explain(run, fit, "error", [found[0]], found[0].step, fit.evidence.scale, found[1])
+                if (failing := fit.host_batches.failing()) is not None:
+                    self._explain(run, fit, "error", [failing[0]], failing[0].step, fit.evidence.scale, failing[1])
         elif run.world_size == 1 and is_examined and not is_out_of_memory(exception):
             with suppress(Exception):  # the run ends with `exception`
                 self._check_losses(run)
@@ -329,17 +329,19 @@ class OverflowReport(RunCallback):
             evidence = recent, fit.weights, since, fit.first_buffers
             counts = fit.skips, trigger, self.reports, fit.weights_step
             case = Case(step, batches, scale, *evidence, *counts, error, fit.growth, recorded[len(recent) :])
-            found = diagnose(run, case)
+            diagnosis = diagnose(run, case)
         except Exception:  # the user's code may fail if it runs twice; this must not end the run
             log.info("Step %d could not be examined, because its replay failed.", step, exc_info=True)
             return
-        if found is None:
+        if diagnosis is None:
             return
-        known = next((report for report in self.reports if (report.kind, report.key) == (found.kind, found.key)), None)
-        fit.latest[trigger] = known or found
+        known = next(
+            (report for report in self.reports if (report.kind, report.key) == (diagnosis.kind, diagnosis.key)), None
+        )
+        fit.latest[trigger] = known or diagnosis
         if known is None:
-            finish = None if self.on_verdict is None else self.on_verdict(run, case, found)
-            self._report(run, found)
+            finish = None if self.on_verdict is None else self.on_verdict(run, case, diagnosis)
+            self._report(run, diagnosis)
             if finish is not None:
                 finish()
         else:

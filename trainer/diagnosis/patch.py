@@ -136,8 +136,8 @@ def _lines(report: Diagnosis, sites: CallSites) -> Iterator[str]:
         if not isinstance(change, Setting):
             yield f"{change}"
             continue
-        found = sites.trainers if change.owner == "trainer" else sites.optimizers
-        where = " and ".join(dict.fromkeys(place(site.file, site.line) for site in found))
+        calls = sites.trainers if change.owner == "trainer" else sites.optimizers
+        where = " and ".join(dict.fromkeys(place(site.file, site.line) for site in calls))
         name = "Trainer" if change.owner == "trainer" else "the optimizer"
         yield f"{f'in {where} ' if where else ''}pass {change.name}={change.code} to {name}"
 
@@ -240,14 +240,14 @@ class _Files:
             end = max((self._span(path, one)[1] for one in arguments), default=self._span(path, call)[1] - 1)
             self._edit(path, (end, end), f"{', ' if arguments else ''}{setting.name}={setting.code}")
             return
-        found = self._literals({setting.name} if value is None else _names_in(value), setting)
-        if len(found) != 1:
-            several = "several literals set" if found else "no literal in the program's files sets"
+        literals = self._literals({setting.name} if value is None else _names_in(value), setting)
+        if len(literals) != 1:
+            several = "several literals set" if literals else "no literal in the program's files sets"
             old = "" if setting.old is None else f"={setting.old}"
             raise _NoDiffError(f"{several} {setting.name}{old}")
-        if found[0][0] != path and "(" in setting.code:
-            raise _NoDiffError(f"{found[0][0].name} would need its import, too")
-        self._replace(*found[0], setting.code)
+        if literals[0][0] != path and "(" in setting.code:
+            raise _NoDiffError(f"{literals[0][0].name} would need its import, too")
+        self._replace(*literals[0], setting.code)
 
     def _call(self, path: Path, site: Site) -> ast.Call:
         for node in ast.walk(self._parse(path)):
@@ -260,8 +260,8 @@ class _Files:
         bound = [(path, *one) for path, tree in self._trees.items() for node in ast.walk(tree) for one in _bound(node)]
         for _ in range(_HOPS):
             values = [(path, value) for path, name, value in bound if name in names]
-            if found := [(path, value) for path, value in values if _fits(value, setting)]:
-                return found
+            if literals := [(path, value) for path, value in values if _fits(value, setting)]:
+                return literals
             names = names.union(*(_names_in(value) for _, value in values))
         return []
 

@@ -67,8 +67,8 @@ def find_cure(run: RunState, batches: Sequence[RecordedBatch], finding: Finding)
 
     def tried(variant: Variant) -> tuple[Variant, Finding] | None:
         scale = 1.0 if variant.dtype is not None else finding.scale
-        found = examine(run, batches, scale, variant)
-        return (variant, found) if found is not None and is_cured(found, variant) else None
+        outcome = examine(run, batches, scale, variant)
+        return (variant, outcome) if outcome is not None and is_cured(outcome, variant) else None
 
     chosen: list[str] = []
     latest: Finding | None = finding
@@ -115,7 +115,7 @@ def _counts(run: RunState, batches: Sequence[RecordedBatch], scale: float, dtype
         return int((values >= floor).sum()) * (floor > 0)
 
     passes = replay(run, batches, lambda loss, watched: backward(loss, scale, watched, count), Variant(dtype))
-    own = [counts for found in passes for counts in found]
+    own = [counts for batch in passes for counts in batch]
     counts_by_batch = [counts for one in engine.collectives.broadcast(engine.collectives.gather(own)) for counts in one]
     return {name: sum(one.get(name, 0) for one in counts_by_batch) for counts in counts_by_batch for name in counts}
 
@@ -135,8 +135,8 @@ def largest_update(run: RunState, batches: Sequence[RecordedBatch]) -> float:
     def size_of(gradient: Tensor) -> float:
         return gradient.abs().max().item() if gradient.numel() else 0.0
 
-    for found in replay(run, batches, lambda loss, watched: backward(loss, 1.0, watched, size_of), FLOAT32):
-        for name, size in (item for sizes in found for item in sizes.items()):
+    for batch in replay(run, batches, lambda loss, watched: backward(loss, 1.0, watched, size_of), FLOAT32):
+        for name, size in (item for sizes in batch for item in sizes.items()):
             group = groups[id(named[name])]
             normalized = size / (size + group["eps"]) if size and {"betas", "eps"} <= group.keys() else size
             updates.append(float(group["lr"]) * normalized / largest)
@@ -146,8 +146,8 @@ def largest_update(run: RunState, batches: Sequence[RecordedBatch]) -> float:
 
 def losses(run: RunState, batches: Sequence[RecordedBatch]) -> list[float]:
     """Return the loss of each batch in float32, with the current weights; nan without a loss."""
-    found = replay(run, batches, lambda loss, _: loss.item(), FLOAT32)
-    return [seen[-1] if seen else math.nan for seen in found]
+    passes = replay(run, batches, lambda loss, _: loss.item(), FLOAT32)
+    return [seen[-1] if seen else math.nan for seen in passes]
 
 
 def tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
@@ -283,8 +283,8 @@ def _train(
             is_usual = math.isfinite(float(group["lr"])) and 0 < highest < math.inf
             group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
         for recorded in [*batches] * _PASSES:
-            *found, _ = step(recorded, variant, recorded is batches[-1])  # the window may have more batches
-            seen += found[:1] or seen[-1:]  # a batch may have no loss
+            *batch_losses, _ = step(recorded, variant, recorded is batches[-1])  # the window may have more batches
+            seen += batch_losses[:1] or seen[-1:]  # a batch may have no loss
             if seen and not seen[-1] <= limit:
                 break
     return seen
@@ -321,12 +321,12 @@ def repeat(
                 group["lr"] = own_rate
             before = {name: parameter.detach().clone() for name, parameter in named.items()}
             random_state = random_states.capture(run.device)
-            *found, are_finite = step(recorded, UNCHANGED)
+            *batch_losses, are_finite = step(recorded, UNCHANGED)
             if not all(bool(value.isfinite().all()) for value in before.values()):
                 return None, before
-            if not (are_finite and all(map(math.isfinite, found))):
+            if not (are_finite and all(map(math.isfinite, batch_losses))):
                 return recorded._replace(random_state=random_state), before
-            if any(not abs(loss) <= limit for loss in found):
+            if any(not abs(loss) <= limit for loss in batch_losses):
                 return None, before
     return None, {}
 
@@ -379,11 +379,11 @@ def _optimizer_steps(run: RunState, scale: float = 1.0) -> Iterator[Callable[...
 
     def step(recorded: RecordedBatch, variant: Variant, is_last: bool = False) -> list[float]:
         nonlocal scale
-        found: list[float] = []
+        batch_losses: list[float] = []
         are_finite.clear()
 
         def on_loss(loss: Tensor) -> None:
-            found.append(loss.item())
+            batch_losses.append(loss.item())
             loss = loss if scale == 1.0 else loss.float() * scale
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
@@ -395,7 +395,7 @@ def _optimizer_steps(run: RunState, scale: float = 1.0) -> Iterator[Callable[...
         def closure() -> float:
             clear()
             run_batch(run, recorded, on_loss, variant)
-            return found[-1] if found else 0.0
+            return batch_losses[-1] if batch_losses else 0.0
 
         with_closure = any(map(needs_closure, run.optimizers)) and steps
         if with_closure:
@@ -409,7 +409,7 @@ def _optimizer_steps(run: RunState, scale: float = 1.0) -> Iterator[Callable[...
             for optimizer in run.optimizers if steps else ():
                 type(optimizer).step(optimizer)  # without gradients, it changes nothing
             clear()
-        return [*found, all(are_finite)]
+        return [*batch_losses, all(are_finite)]
 
     def clear() -> None:
         for parameter in parameters:

@@ -306,11 +306,11 @@ def replay(
     with undisturbed(run) as state:
         parameters = optimized(run)
         for recorded in in_step(run, batches):
-            found: list[T] = []
+            results: list[T] = []
             watched = {} if recorded is None else parameters
             rewind(run, state, recorded)
-            run_batch(run, recorded, lambda loss: found.append(on_loss(loss, watched)), variant)  # noqa: B023
-            yield found
+            run_batch(run, recorded, lambda loss: results.append(on_loss(loss, watched)), variant)  # noqa: B023
+            yield results
 
 
 def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look: Callable[[Tensor], T]) -> dict[str, T]:
@@ -326,13 +326,13 @@ def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look:
     Returns:
         The results of ``look`` by name, in the order of the backward pass.
     """
-    found: dict[str, T] = {}
+    results: dict[str, T] = {}
 
     def hook(gradient: Tensor, name: str) -> Tensor | None:
         if gradient.layout is not torch.strided:  # of an embedding with sparse=True
-            found[name] = look(gradient.coalesce().values())
+            results[name] = look(gradient.coalesce().values())
             return None
-        found[name] = look(gradient)
+        results[name] = look(gradient)
         return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient
 
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -346,7 +346,7 @@ def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return results
 
 
 def _copy_context(context: AbstractContextManager[object]) -> AbstractContextManager[object]:

@@ -327,8 +327,8 @@ def _functions_of(file: str, owners: Iterable[type]) -> list[FunctionType]:
     classes = [vars(one) for module in modules for one in list(module.values()) if isinstance(one, type)]
     spaces += [*modules, *classes]
     values = [getattr(one, "__func__", one) for space in spaces for one in list(space.values())]  # of static methods
-    found = [value for value in values if isinstance(value, FunctionType)]
-    return [one for one in {id(one): one for one in found}.values() if one.__code__.co_filename == file]
+    functions = [value for value in values if isinstance(value, FunctionType)]
+    return [one for one in {id(one): one for one in functions}.values() if one.__code__.co_filename == file]
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:

@@ -188,13 +188,13 @@ class SyncWatch(Session):
 
     Args:
         device: the type of the device that the steps run on.
-        found: filled with the results, by file, line and function.
+        results: filled with the synchronizations, by file, line and function.
     """
 
-    def __init__(self, device: str, found: dict[tuple[str, int, str], Synchronization]) -> None:
+    def __init__(self, device: str, results: dict[tuple[str, int, str], Synchronization]) -> None:
         super().__init__()
         self.is_cuda = device == "cuda"
-        self._found = found
+        self._found = results
         self.marked: dict[tuple[str, int], str] | None = None  # causes by line, during a call of a torch function
 
     def __enter__(self) -> SyncWatch:
@@ -283,23 +283,23 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def user_line(frame: FrameType | None) -> tuple[str, int] | None:
     """Return the file and the number of the innermost line of the user's code in a step, or None."""
-    found, outermost = None, ""
+    place, outermost = None, ""
     while frame is not None:
         module = outermost = str(frame.f_globals.get("__name__", ""))
         if module.startswith(_LOOPS):
-            return found
+            return place
         if module.startswith("torch.utils.data") or frame.f_code.co_name == "on_before_batch_transfer":
             return None
         is_of_mode = module == __name__ or frame.f_code.co_name == "__torch_function__"
-        if found is None and not is_of_mode:
+        if place is None and not is_of_mode:
             if module.startswith(_OWN_WORK):
                 return None
             if not is_frameworks_file(frame.f_code.co_filename):
-                found = (frame.f_code.co_filename, frame.f_lineno)
+                place = (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     # on a GPU, autograd runs the backward pass in its own thread, which has no frame of a loop or of `threading`
     is_in_autograd = threading.get_ident() != threading.main_thread().ident and outermost != "threading"
-    return found if is_in_autograd else None
+    return place if is_in_autograd else None
 
 
 def _no_op_copy(name: str, args: Any, kwargs: Any, of_host: bool) -> str:

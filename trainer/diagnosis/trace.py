@@ -315,7 +315,7 @@ def _tag_module(tensor: Tensor, module: str) -> None:
 
 def _modules_behind(nodes: Iterable[Any]) -> tuple[str, ...]:
     """Return the modules that computed the results of these nodes, the nearest first."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     waiting, seen = list(nodes), set[Any]()
     while waiting and len(seen) < _NODES:
         node = waiting.pop(0)
@@ -323,10 +323,10 @@ def _modules_behind(nodes: Iterable[Any]) -> tuple[str, ...]:
             continue
         seen.add(node)
         if name := node.metadata.get(_MODULE):
-            found[name] = None
+            names[name] = None
         else:
             waiting += [one for one, _ in node.next_functions]
-    return tuple(found)
+    return tuple(names)
 
 
 def is_readable(tensor: Tensor) -> bool:

@@ -93,8 +93,8 @@ def peak_flops(name: str, precision: str, tf32: bool) -> float | None:
     field = _FIELDS.get(precision.partition("-")[0])
     if peak is None or field is None:
         return None
-    found: float | None = getattr(peak, "tf32" if field == "float32" and tf32 and peak.tf32 else field)
-    return None if found is None else found * 1e12
+    rate: float | None = getattr(peak, "tf32" if field == "float32" and tf32 and peak.tf32 else field)
+    return None if rate is None else rate * 1e12
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -233,8 +233,8 @@ class RunRecord:
     @property
     def metrics(self) -> dict[str, float]:
         """The last value of each metric."""
-        found = _mapping(self.facts.get("metrics")).items()
-        return {str(name): float(value) for name, value in found if isinstance(value, int | float)}
+        metrics = _mapping(self.facts.get("metrics")).items()
+        return {str(name): float(value) for name, value in metrics if isinstance(value, int | float)}
 
     @property
     def latest(self) -> dict[str, float]:
@@ -304,8 +304,8 @@ class RunRecord:
             return GoalValue(None)
         # a row has the index of its update, which is one less than the step of a checkpoint
         curves = (self.metric_curve(goal[0]).points, 0), (self.rows.get(goal[0], Curve()).points, 1)
-        found = ([x + more for x, y in points if math.isclose(y, value, rel_tol=1e-5)] for points, more in curves)
-        at = next(filter(None, found), [])
+        matches = ([x + more for x, y in points if math.isclose(y, value, rel_tol=1e-5)] for points, more in curves)
+        at = next(filter(None, matches), [])
         return GoalValue(value, (at[0] if is_best else at[-1]) if at else None, is_best)
 
     def value_of(self, name: str) -> float | None:
@@ -369,8 +369,8 @@ class RunRecord:
     @property
     def scales(self) -> Curve:
         """The loss scale at each change; no points without loss scaling."""
-        found = Curve.of(self.curves.get("scales"))
-        return found if self.scale is not None or set(found.values) != {1.0} else Curve()
+        curve = Curve.of(self.curves.get("scales"))
+        return curve if self.scale is not None or set(curve.values) != {1.0} else Curve()
 
     @property
     def scales_to_the_end(self) -> Curve:
@@ -386,8 +386,8 @@ class RunRecord:
         """The loss scale of each skipped step."""
         scales = self.scales
         at = [bisect_right(scales.steps, step) - 1 for step in self.skipped.steps]
-        found = zip(self.skipped.steps, at, strict=True)
-        return Curve.through((step, scales.values[i]) for step, i in found if i >= 0)
+        pairs = zip(self.skipped.steps, at, strict=True)
+        return Curve.through((step, scales.values[i]) for step, i in pairs if i >= 0)
 
     @property
     def stages(self) -> dict[str, dict[str, Curve]]:
@@ -487,7 +487,7 @@ def read_json(folder: Path, name: str = RUN) -> dict[str, Any]:
     try:
         if not (file.is_file() and file.resolve().is_relative_to(folder.resolve())):
             return {}
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -131,29 +131,29 @@ def command(arguments: Arguments) -> int:
         given = arguments.words[0]
         raise UsageError(f"Got {given!r}.{did_you_mean(given, ['json'])} Expected the word json, or settings.")
     arguments.check_flags()
-    found = Findings()
+    findings = Findings()
     if arguments.overrides:
         config = validate(arguments)
         name, words = config.hydra.runtime.choices.get("recipe") or "unnamed", list(arguments.overrides)
-        found.recipe = Recipe(name, plain(config, Path("outputs")), words=words)
-    check_versions(found)
-    if found.devices:  # otherwise torch is broken
+        findings.recipe = Recipe(name, plain(config, Path("outputs")), words=words)
+    check_versions(findings)
+    if findings.devices:  # otherwise torch is broken
         from trainer.cli.checks import first_look, precisions
 
-        if found.recipe is None:
-            precisions.check_speed(found)
+        if findings.recipe is None:
+            precisions.check_speed(findings)
         else:
-            first_look.check_recipe(found, found.recipe)
-    if found.recipe is None:
-        check_host(found)
+            first_look.check_recipe(findings, findings.recipe)
+    if findings.recipe is None:
+        check_host(findings)
     if arguments.words:
-        print(json.dumps(found.facts, indent=2))
+        print(json.dumps(findings.facts, indent=2))
     else:
-        show(found)
-    return int(bool(found.facts["problems"]))
+        show(findings)
+    return int(bool(findings.facts["problems"]))
 
 
-def check_versions(found: Findings) -> None:
+def check_versions(findings: Findings) -> None:
     """List the installed versions and the devices, and check that torch can be imported."""
     versions: dict[str, str | None] = {
         "trainer": trainer.__version__,
@@ -161,32 +161,32 @@ def check_versions(found: Findings) -> None:
         "system": platform.platform(),
     }
     versions |= {name: version_of(name) for name in _PACKAGES} | {"NVIDIA driver": (driver := nvidia_driver())}
-    found.about("versions", {name: version for name, version in versions.items() if version})
+    findings.about("versions", {name: version for name, version in versions.items() if version})
     try:
         import torch
 
         from trainer.cli.checks import precisions
     except Exception as error:
-        found.problem(f"torch cannot be imported: {type(error).__name__}: {failure.one_line(error)}")
-        found.facts["verdict"] = "No training is possible before `pip install --force-reinstall torch`."
+        findings.problem(f"torch cannot be imported: {type(error).__name__}: {failure.one_line(error)}")
+        findings.facts["verdict"] = "No training is possible before `pip install --force-reinstall torch`."
         return
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "no CUDA"
-    found.facts["machine"]["versions"]["torch"] = f"{torch.__version__} ({build})"
+    findings.facts["machine"]["versions"]["torch"] = f"{torch.__version__} ({build})"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found.devices = precisions.devices()
-    found.facts["remarks"] += [" ".join(str(warning.message).split()) for warning in warned]
-    if driver and found.devices[0].type == "cpu":
+        findings.devices = precisions.devices()
+    findings.facts["remarks"] += [" ".join(str(warning.message).split()) for warning in warned]
+    if driver and findings.devices[0].type == "cpu":
         reason = "torch was built without CUDA" if cuda is None else "torch finds no GPU that it can use"
-        found.remark(f"There is an NVIDIA driver, but {reason}.")
-    found.about("devices", {str(device): precisions.describe(device) for device in found.devices})
+        findings.remark(f"There is an NVIDIA driver, but {reason}.")
+    findings.about("devices", {str(device): precisions.describe(device) for device in findings.devices})
 
 
-def check_host(found: Findings) -> None:
+def check_host(findings: Findings) -> None:
     """List cores for the dataloaders, memory, and disks."""
     cores, memory, shared = machine.cores(), machine.memory(), machine.shared_memory()
-    workers = machine.suggested_workers(cores.usable, sum(device.type == "cuda" for device in found.devices))
+    workers = machine.suggested_workers(cores.usable, sum(device.type == "cuda" for device in findings.devices))
     quota = "" if cores.quota is None else f", a quota of {cores.quota:g}"
     host = {
         "dataloaders": f"num_workers={workers} to begin with ({cores.allowed} of {cores.total} cores allowed{quota})",
@@ -196,17 +196,17 @@ def check_host(found: Findings) -> None:
         host["memory limit"] = f"{readable(memory.left)} left of {readable(memory.limit)} (control group)"
     if shared is not None and shared[1] < _LOW_SPACE:
         advice = "Dataloader workers use it: start the container with --shm-size=8g or --ipc=host."
-        found.remark(f"{machine.SHARED_MEMORY} has {readable(shared[1])}. {advice}")
+        findings.remark(f"{machine.SHARED_MEMORY} has {readable(shared[1])}. {advice}")
     for disk in {disk.folder: disk for disk in (machine.disk(Path()), machine.disk(Path(_RUNS)))}.values():
         space = f"{readable(disk.free)} of {readable(disk.total)} free"
         if disk.problem is not None:
             advice = "Choose another folder for runs: hydra.run.dir=FOLDER."
-            found.problem(f"{disk.folder} cannot be written: {disk.problem} ({space}). {advice}")
+            findings.problem(f"{disk.folder} cannot be written: {disk.problem} ({space}). {advice}")
         elif disk.free < _LOW_SPACE:
-            found.remark(f"{disk.folder} has {readable(disk.free)} left: checkpoints may not fit.")
+            findings.remark(f"{disk.folder} has {readable(disk.free)} left: checkpoints may not fit.")
         network = f", on a network ({disk.network})" if disk.network else ""
         host[f"disk {disk.folder}"] = f"{space}, {'not ' * (disk.problem is not None)}writable{network}"
-    found.about("host", host)
+    findings.about("host", host)
 
 
 def nvidia_driver() -> str | None:
@@ -214,18 +214,18 @@ def nvidia_driver() -> str | None:
     return next(iter(machine.nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
 
 
-def show(found: Findings) -> None:
+def show(findings: Findings) -> None:
     """Print the tables, remarks, problems and the verdict; with ``--quiet`` no tables."""
     rows: list[list[str]] = []
-    for section, entries in found.facts["machine"].items():
-        if found.recipe is None or section == "devices":  # the tables of a recipe fill the screen
+    for section, entries in findings.facts["machine"].items():
+        if findings.recipe is None or section == "devices":  # the tables of a recipe fill the screen
             rows += [[], *([name, str(text)] for name, text in ({section: ""} | entries).items())]
-    for table in (Table("This machine", (), rows[1:]), *found.tables):
+    for table in (Table("This machine", (), rows[1:]), *findings.tables):
         if table.rows:
             table.show()
-    for remark in found.facts["remarks"]:
+    for remark in findings.facts["remarks"]:
         print_line(f"Note: {remark}")
-    for problem in found.facts["problems"]:
+    for problem in findings.facts["problems"]:
         print_line(f"Broken: {problem}", "red")
-    if found.facts["verdict"]:
-        print_line(found.facts["verdict"], "bold")
+    if findings.facts["verdict"]:
+        print_line(findings.facts["verdict"], "bold")

@@ -108,9 +108,9 @@ def look(
         module = precision.convert_module(module.to_empty(device="cpu"))
         _optimizers(module)
         batch = tree_map_only(Tensor, fakes.from_tensor, precision.convert_batch(batch))
-        with SyncWatch("cpu", synchronizations), ops_that_differ() as found, autocast:
+        with SyncWatch("cpu", synchronizations), ops_that_differ() as differing, autocast:
             _training_step(module, batch)
-    return found
+    return differing
 
 
 def _training_step(module: Any, batch: Any) -> Any:

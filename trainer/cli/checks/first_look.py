@@ -25,10 +25,10 @@ _MAX_LAYERS = 3  # largest number of layers in a sentence
 _NEGLIGIBLE_SHARE = 0.05  # a smaller share of time spent waiting for data is negligible
 
 
-def check_recipe(found: Findings, recipe: Recipe) -> None:
+def check_recipe(findings: Findings, recipe: Recipe) -> None:
     """Check a batch of the training data, the memory of a step, and some steps."""
     settings = read_settings(memory.Settings, "checks", recipe.settings["checks"])  # raises before anything is run
-    with steps.undisturbed(found.devices[0]):
+    with steps.undisturbed(findings.devices[0]):
         loaded = recipe.loaded = batch.draw(recipe)
     entries = [entry._asdict() for entry in batch.describe(loaded.batch)]
     picture = _PICTURES / f"{recipe.name.replace('/', '_')}.png"
@@ -37,22 +37,22 @@ def check_recipe(found: Findings, recipe: Recipe) -> None:
         if batch.save_images(loaded.batch, picture):
             title += f"; its images: {picture}"
     except OSError as error:
-        found.remark(f"The images of the batch were not written to {picture}: {error.strerror or error}.")
-    found.add("batch", title, {name.replace("_", " "): itemgetter(name) for name in batch.Entry._fields}, entries)
-    found.facts["remarks"] += batch.suspicious(loaded.batch)
-    memory.check_memory(found, recipe, settings)
-    check_steps(found, recipe, settings.steps)
+        findings.remark(f"The images of the batch were not written to {picture}: {error.strerror or error}.")
+    findings.add("batch", title, {name.replace("_", " "): itemgetter(name) for name in batch.Entry._fields}, entries)
+    findings.facts["remarks"] += batch.suspicious(loaded.batch)
+    memory.check_memory(findings, recipe, settings)
+    check_steps(findings, recipe, settings.steps)
 
 
-def check_steps(found: Findings, recipe: Recipe, is_enabled: bool) -> None:
+def check_steps(findings: Findings, recipe: Recipe, is_enabled: bool) -> None:
     """Measure the layers in one step, predict their values in float16, and compare the times of loading and a step."""
-    device = found.devices[-1 if recipe.settings["trainer"]["accelerator"] == "cpu" else 0]
+    device = findings.devices[-1 if recipe.settings["trainer"]["accelerator"] == "cpu" else 0]
     samples, reason = None, "No step was run: checks.steps=false."
     if is_enabled:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.memory().usable
         samples, reason = steps.part_for(recipe, device, free or 2**63)
     if reason:
-        found.remark(reason)
+        findings.remark(reason)
     step = None
     if samples is not None:
         seen = Layers(samples)
@@ -61,14 +61,14 @@ def check_steps(found: Findings, recipe: Recipe, is_enabled: bool) -> None:
                 # in float32, because float16 could overflow
                 steps.fit(recipe, samples, seen, precision={"_target_": "trainer.precision.FullPrecision"})
                 if not seen.labels:
-                    step = steps.time_step(found, recipe, samples)
+                    step = steps.time_step(findings, recipe, samples)
         except Exception as error:
             message = failure.printable(failure.one_line(error))
             raised = f" Raised in {place}" if (place := failure.user_line(error)) else ""
-            found.problem(f"A training step on this batch fails: {type(error).__name__}: {message}{raised}")
+            findings.problem(f"A training step on this batch fails: {type(error).__name__}: {message}{raised}")
         else:
-            _report_layers(found, seen)
-    _report_loading(found, recipe, step)
+            _report_layers(findings, seen)
+    _report_loading(findings, recipe, step)
 
 
 _COLUMNS: dict[str, Callable[[Any], str]] = {
@@ -82,27 +82,27 @@ _COLUMNS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _report_layers(found: Findings, seen: Layers) -> None:
+def _report_layers(findings: Findings, seen: Layers) -> None:
     if seen.labels:
-        found.problem(seen.labels)
+        findings.problem(seen.labels)
         return
     largest = sorted(seen.layers, key=lambda layer: (layer.largest, layer.share), reverse=True)[:_ROWS]
     loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
     parameters = f"{seen.parameters:,} parameters, {seen.trained:,} trained{loss}"
     title = f"{len(largest)} of {len(seen.layers)} layers, in float32: {parameters}"
     rows = {layer.name: vars(layer) | {"share": layer.share} for layer in seen.layers}
-    found.add("layers", title, _COLUMNS, [rows[layer.name] for layer in seen.layers if layer in largest])
-    found.facts |= {"layers": list(rows.values()), "loss": seen.loss}
+    findings.add("layers", title, _COLUMNS, [rows[layer.name] for layer in seen.layers if layer in largest])
+    findings.facts |= {"layers": list(rows.values()), "loss": seen.loss}
     if seen.loss is not None and not math.isfinite(seen.loss):
-        found.facts["loss"] = None  # JSON has no NaN
-        found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
+        findings.facts["loss"] = None  # JSON has no NaN
+        findings.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
     if broken := [layer for layer in seen.layers if layer.not_finite]:
-        found.problem(f"In float32, values are not finite in {join_first(map(_name, broken), _MAX_LAYERS)}.")
+        findings.problem(f"In float32, values are not finite in {join_first(map(_name, broken), _MAX_LAYERS)}.")
     elif seen.layers:
-        found.remark(describe_float16(seen.layers))
+        findings.remark(describe_float16(seen.layers))
     if seen.without_gradient:
         names = join_first(seen.without_gradient, _MAX_LAYERS)
-        found.remark(f"{len(seen.without_gradient)} parameters that require gradients get none: {names}.")
+        findings.remark(f"{len(seen.without_gradient)} parameters that require gradients get none: {names}.")
 
 
 def describe_float16(layers: list[Layer]) -> str:
@@ -139,7 +139,7 @@ def describe_float16(layers: list[Layer]) -> str:
     return f"{text} This was measured on one batch with the initial weights."
 
 
-def _report_loading(found: Findings, recipe: Recipe, step: dict[str, Any] | None) -> None:
+def _report_loading(findings: Findings, recipe: Recipe, step: dict[str, Any] | None) -> None:
     loaded, rows = recipe.loaded, [] if step is None else [step]
     assert loaded is not None
     if loaded.seconds is not None:
@@ -151,10 +151,10 @@ def _report_loading(found: Findings, recipe: Recipe, step: dict[str, Any] | None
         "time": lambda row: _time(row["seconds"]),
         "about": itemgetter("about"),
     }
-    found.add("loading", "Measured time of loading and of a training step", columns, rows)
+    findings.add("loading", "Measured time of loading and of a training step", columns, rows)
     if step is not None and loaded.seconds is not None:
-        gpus = sum(device.type == "cuda" for device in found.devices)
-        found.remark(bottleneck(recipe, loaded, step["seconds"], gpus))
+        gpus = sum(device.type == "cuda" for device in findings.devices)
+        findings.remark(bottleneck(recipe, loaded, step["seconds"], gpus))
 
 
 def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: float, gpus: int) -> str:

@@ -58,7 +58,7 @@ class Settings:
     steps: bool = setting(True, *SWITCH)
 
 
-def check_memory(found: Findings, recipe: Recipe, settings: Settings) -> None:
+def check_memory(findings: Findings, recipe: Recipe, settings: Settings) -> None:
     """Predict the memory that the training of a recipe takes on each device, and which strategy fits.
 
     Sets ``recipe.peak`` and ``recipe.operations``. The other checks still run if the step cannot run on fake tensors.
@@ -66,37 +66,37 @@ def check_memory(found: Findings, recipe: Recipe, settings: Settings) -> None:
     Raises:
         UsageError: if the config cannot be built.
     """
-    gpus = [device for device in found.devices if device.type == "cuda"]
+    gpus = [device for device in findings.devices if device.type == "cuda"]
     memory = bytes_in(settings.gpu_memory)
     if memory is None and gpus:
         memory = torch.cuda.get_device_properties(gpus[0]).total_memory
     number = settings.devices or (len(gpus) if len(gpus) > 1 else _ASSUMED_DEVICES)
     if settings.devices is None and len(gpus) < 2:
-        found.remark(f"DDP and FSDP use {number} devices. Set checks.devices for another number.")
+        findings.remark(f"DDP and FSDP use {number} devices. Set checks.devices for another number.")
     if not sharding.IS_SUPPORTED:
-        found.remark(f"FSDP needs torch 2.13 or newer; this is {torch.__version__}.")
+        findings.remark(f"FSDP needs torch 2.13 or newer; this is {torch.__version__}.")
     reads: dict[tuple[str, int, str], Synchronization] = {}
     try:
-        with undisturbed(found.devices[0]):
-            parameters, needs = _measure(found, recipe, number, reads)
+        with undisturbed(findings.devices[0]):
+            parameters, needs = _measure(findings, recipe, number, reads)
     except UsageError:
         raise
     except Exception as error:
         places = "".join(f" It reads values in {line}." for line in format_synchronizations(reads.values()))
-        found.problem(
+        findings.problem(
             f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. On tensors"
             " without values, a step must not depend on values (x[mask], mask.nonzero()) or use manual optimization."
             f" `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory instead.{places}"
         )
         return
-    found.remark("The memory is predicted for a step with the first training batch on a GPU.")
+    findings.remark("The memory is predicted for a step with the first training batch on a GPU.")
     for need in needs:
         need["fits"] = None if memory is None else need["peak"] + OVERHEAD <= memory
     recipe.peak = needs[0]["peak"]
-    found.facts["verdict"] = verdict(memory, [need for need in needs if need["precision"] == needs[0]["precision"]])
-    found.add("memory", f"Memory on each device, for {parameters:,} parameters and this batch", _COLUMNS, needs)
+    findings.facts["verdict"] = verdict(memory, [need for need in needs if need["precision"] == needs[0]["precision"]])
+    findings.add("memory", f"Memory on each device, for {parameters:,} parameters and this batch", _COLUMNS, needs)
     lines = [vars(line) | {"instead": line.instead} for line in reads.values()]
-    found.add("synchronizations", "Host-device synchronizations in each step on a GPU", _LINES, lines)
+    findings.add("synchronizations", "Host-device synchronizations in each step on a GPU", _LINES, lines)
 
 
 def verdict(memory: int | None, needs: list[dict[str, Any]]) -> str:
@@ -111,14 +111,14 @@ def verdict(memory: int | None, needs: list[dict[str, Any]]) -> str:
 
 
 def _measure(
-    found: Findings, recipe: Recipe, number: int, reads: dict[tuple[str, int, str], Synchronization]
+    findings: Findings, recipe: Recipe, number: int, reads: dict[tuple[str, int, str], Synchronization]
 ) -> tuple[int, list[dict[str, Any]]]:
     """Return the number of parameters, and the memory of each strategy on each device, from a step on fake tensors.
 
-    Add operations with another dtype on CUDA and settings that would make the run faster to ``found``, and lines that
-    synchronize to ``reads``.
+    Add operations with another dtype on CUDA and settings that would make the run faster to ``findings``, and lines
+    that synchronize to ``reads``.
     """
-    settings, device = recipe.settings, found.devices[0]
+    settings, device = recipe.settings, findings.devices[0]
     assert recipe.loaded is not None
     batch = recipe.loaded.batch
     allowlist = Allowlist.of(settings)
@@ -155,16 +155,16 @@ def _measure(
     missed = dict(fast_settings.missing_settings(modules[0], chosen, precision=precision.name))
     if settings["trainer"].get("benchmark") or settings["trainer"].get("deterministic"):
         missed.pop("cudnn.benchmark", None)
-    found.facts["missed"] = missed
+    findings.facts["missed"] = missed
     if missed:
         gains = "; ".join(f"{name} ({gain})" for name, gain in missed.items())
-        found.remark(f"Faster settings on a GPU: {gains}. tuning=fast enables the safe ones.")
+        findings.remark(f"Faster settings on a GPU: {gains}. tuning=fast enables the safe ones.")
     if device.type == "cpu" and getattr(precision, "autocast_ops", "") != "cuda":
         rows = [{"operation": name, "here": here, "on CUDA": cuda} for name, (here, cuda) in ops.items()]
         columns = {name: itemgetter(name) for name in ("operation", "here", "on CUDA")}
-        found.add("autocast_ops", "Operations that autocast runs in another dtype on CUDA", columns, rows)
+        findings.add("autocast_ops", "Operations that autocast runs in another dtype on CUDA", columns, rows)
         if rows:
-            found.remark("precision.autocast_ops=cuda runs all operations in the dtypes of CUDA autocast here.")
+            findings.remark("precision.autocast_ops=cuda runs all operations in the dtypes of CUDA autocast here.")
     return sum(weight.numel() for weight in parameters), [
         {"strategy": strategy, "devices": devices, "precision": name, **size._asdict()}
         for strategy, devices, name, size in sizes

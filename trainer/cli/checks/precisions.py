@@ -35,30 +35,30 @@ _HALF_DTYPES = {"16": "float16", "bf16": "bfloat16"}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def check_speed(found: Findings) -> None:
+def check_speed(findings: Findings) -> None:
     """List the support of each precision, measure the speed of the first device, and recommend a precision."""
-    for title, device in {_name(device): device for device in found.devices}.items():
-        found.about(f"precisions on {title}", {name: precision_support(name, device) for name in PRECISIONS})
-    device, cores = found.devices[0], machine.cores().usable
+    for title, device in {_name(device): device for device in findings.devices}.items():
+        findings.about(f"precisions on {title}", {name: precision_support(name, device) for name in PRECISIONS})
+    device, cores = findings.devices[0], machine.cores().usable
     rates = measure(device)
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0  # not on Windows
     if is_busy := device.type == "cpu" and load > cores:
-        found.remark(f"The speeds are not reliable: the load is {load:.1f} on {cores} cores. Measure again later.")
-    found.facts["verdict"] = verdict(device, {} if is_busy else rates)
+        findings.remark(f"The speeds are not reliable: the load is {load:.1f} on {cores} cores. Measure again later.")
+    findings.facts["verdict"] = verdict(device, {} if is_busy else rates)
     threads = torch.get_num_threads()
     on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
     texts = {
         name: ", ".join(f"{rate / 1e9:,.1f} GFLOP/s in {operation}" for operation, rate in row.items())
         for name, row in rates.items()
     }
-    found.about(f"speed of {_name(device)}{on_cpu}", texts)
+    findings.about(f"speed of {_name(device)}{on_cpu}", texts)
     if device.type == "cpu":
         ratios = {family: cpu_fp16.measured_ratio(family) for family in cpu_fp16.FAMILIES}
         entries = {}
         for name, fact in cpu_fp16.kernel_facts(cpu_fp16.slow_families(), ratios).items():
             time_text = f"torch's take {fact['ratio']:.1f}x the time" if fact["ratio"] else "no kernel of torch's"
             entries[name] = f"{fact['kernels']}: {time_text}"
-        found.about("float16 kernels", entries)
+        findings.about("float16 kernels", entries)
 
 
 def devices() -> list[torch.device]:

@@ -82,12 +82,12 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
     return samples_of(batch, range(taken)), reason
 
 
-def time_step(found: Findings, recipe: Recipe, batch: Any) -> dict[str, Any]:
+def time_step(findings: Findings, recipe: Recipe, batch: Any) -> dict[str, Any]:
     """Run a few steps in the precision of the run, and return a row with the time of a step on the whole batch.
 
     Args:
-        found: gets a remark about the layers that compute in float8 with ``fp8-mixed``, and about parameter groups that
-            could be merged.
+        findings: gets a remark about the layers that compute in float8 with ``fp8-mixed``, and about parameter groups
+            that could be merged.
         recipe: the recipe.
         batch: the batch, or a part of it.
     """
@@ -101,10 +101,10 @@ def time_step(found: Findings, recipe: Recipe, batch: Any) -> dict[str, Any]:
         chosen, others = precision.layers(trainer.lightning_module)
         reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
         rest, names = f" The others do not: {reasons}." if others else "", join_first(map(repr, chosen), 6)
-        found.remark(f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}")
+        findings.remark(f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}")
     for optimizer in trainer.optimizers:
         if (remark := describe_groups(optimizer)) is not None:
-            found.remark(remark)
+            findings.remark(remark)
     about = f"{trainer.precision} on {device_of(trainer)}, measured with {taken} samples"
     return {"measured": "a step", "seconds": seconds * (samples or 1) / (taken or 1), "about": about}
 
@@ -299,11 +299,11 @@ class Layers(pl.Callback):
 
     def _take_output(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
         tensors = [tensor for tensor in tensors_in(output) if tensor.dim() and tensor.is_floating_point()]
-        if (found := measure(tensors)) is None:  # such as a scalar loss
+        if (magnitude := measure(tensors)) is None:  # such as a scalar loss
             return
-        layer.outputs += 4 * found.elements
-        layer.activation = max(layer.activation, found.largest)
-        layer.not_finite += found.not_finite
+        layer.outputs += 4 * magnitude.elements
+        layer.activation = max(layer.activation, magnitude.largest)
+        layer.not_finite += magnitude.not_finite
         for tensor in tensors:
             if tensor.requires_grad:
                 self._handles.append(tensor.register_hook(partial(self._take_gradient, layer, None)))  # type: ignore[no-untyped-call]
@@ -311,10 +311,10 @@ class Layers(pl.Callback):
     def _take_gradient(self, layer: Layer, name: str | None, gradient: Tensor) -> None:
         if name is not None:
             self._seen.add(name)
-        if (found := measure([gradient])) is None:
+        if (magnitude := measure([gradient])) is None:
             return
-        layer.gradient = max(layer.gradient or 0.0, found.largest)
-        layer.not_finite += found.not_finite
+        layer.gradient = max(layer.gradient or 0.0, magnitude.largest)
+        layer.not_finite += magnitude.not_finite
         size = gradient.detach().abs()
         nonzero = size > 0
         counts = torch.stack(

@@ -154,25 +154,25 @@ def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def environment_of(run: RunRecord) -> list[tuple[str, str]]:
     """Return labels and values: the command, the machine and the versions."""
-    if not (found := run.environment):
+    if not (environment := run.environment):
         return []
-    git, memory, command = found.get("git") or {}, found.get("memory"), found.get("command")
+    git, memory, command = environment.get("git") or {}, environment.get("memory"), environment.get("command")
     commit = f"{str(git.get('commit', ''))[:12]}{' with changes' if git.get('modified') else ''}".strip()
     facts = {
         "command": " ".join(redaction.word(str(word)) for word in command) if isinstance(command, list) else "",
-        "directory": found.get("directory"),
+        "directory": environment.get("directory"),
         "commit": commit,
         "branch": git.get("branch"),
-        **(found.get("variables") or {}),
-        "host": found.get("host"),
+        **(environment.get("variables") or {}),
+        "host": environment.get("host"),
         "devices": run.devices,
-        "CPU": found.get("cpu"),
-        "cores": found.get("cores"),
+        "CPU": environment.get("cpu"),
+        "cores": environment.get("cores"),
         "memory": readable(memory) if memory else "",
-        "system": found.get("platform"),
-        "Python": found.get("python"),
-        **(found.get("versions") or {}),
-        "CUDA": found.get("cuda"),
+        "system": environment.get("platform"),
+        "Python": environment.get("python"),
+        **(environment.get("versions") or {}),
+        "CUDA": environment.get("cuda"),
     }
     return [(str(label), str(value)) for label, value in facts.items() if value]
 

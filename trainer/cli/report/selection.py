@@ -63,15 +63,15 @@ def choose_subject(given: Sequence[str]) -> ReportSubject:
     folders: list[Path] = []
     problems: list[str] = []
     if not given:
-        found = [folder for top in _TOPS for folder in below(Path(top))]
-        if not found:
+        candidates = [folder for top in _TOPS for folder in below(Path(top))]
+        if not candidates:
             train = command_line("fit", "+recipe=NAME")
             raise UsageError(f"Got no folder, and there is no run in {', '.join(_TOPS)}. Train first: `{train}`.")
-        fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
-        folders = [max(fits or found, key=lambda folder: RunRecord({}, folder).changed)]
+        fits = [folder for folder in candidates if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
+        folders = [max(fits or candidates, key=lambda folder: RunRecord({}, folder).changed)]
     for name in given:
-        folders += (found := below(Path(name)))
-        if not found:
+        folders += (named := below(Path(name)))
+        if not named:
             expected = f"the folder of a run contains {RUN}, which RunRecorder writes, or metrics.csv"
             problems.append(f"{name} is not the folder of a run or a sweep: {expected}.")
     folders = list({folder.resolve(): folder for folder in folders}.values())
