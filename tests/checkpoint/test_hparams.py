@@ -118,6 +118,24 @@ def test_hyperparameters_are_restored_as_in_lightning(tmp_path):
     assert module.hparams["things"]["class"] is KINDS["class"]
 
 
+class Unnamed(Classifier):
+    """Stores hyperparameters that are no argument of its constructor."""
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"lr": 0.5})
+
+
+def test_hyperparameters_without_an_argument_have_the_name_none_as_in_lightning(tmp_path):
+    for make in (lightnings, make_trainer):
+        (tmp_path / make.__name__).mkdir()
+        checkpoint = torch.load(saved(tmp_path / make.__name__, Unnamed(), make))
+        assert {name: checkpoint[name] for name in ("hparams_name", "hyper_parameters")} == {
+            "hparams_name": None,
+            "hyper_parameters": {"lr": 0.5},
+        }
+
+
 class Uncopied:
     """Can be pickled, but not copied."""
 

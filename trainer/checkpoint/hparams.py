@@ -31,8 +31,7 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
     for owner in owners:
         if owner is None or not owner.hparams:
             continue
-        if (name := hparams_name_of(owner)) is not None:
-            entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = name
+        entries |= hparams_name_of(owner)
         given = owner.hparams
         entries[owner.CHECKPOINT_HYPER_PARAMS_KEY] = given if is_config(given) else dict(given)
         if is_config(given):

@@ -38,9 +38,9 @@ hpc_save_path = _CheckpointConnector.hpc_save_path
 """Return the path of the next checkpoint that Slurm's signal causes in a folder."""
 
 
-def hparams_name_of(owner: Any) -> str | None:
-    """Return the name of the argument that ``save_hyperparameters`` stores, or None before it is called."""
-    return getattr(owner, "_hparams_name", None)
+def hparams_name_of(owner: Any) -> dict[str, str | None]:
+    """Return the name of the argument that ``save_hyperparameters`` stores, as an entry of a checkpoint, or {}."""
+    return {owner.CHECKPOINT_HYPER_PARAMS_NAME: owner._hparams_name} if hasattr(owner, "_hparams_name") else {}
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
