@@ -170,6 +170,7 @@ def test_classes_of_the_other_package_are_refused_without_the_import(tmp_path, p
         assert not [name for name in sys.modules if "pytorch_lightning" in name or "lightning_fabric" in name]
 
         import pytest, torch
+        from lightning.pytorch import LightningModule
         from lightning.pytorch.demos.boring_classes import BoringModel as Accepted
         from pytorch_lightning.accelerators import CPUAccelerator
         from pytorch_lightning.callbacks import EarlyStopping
@@ -209,7 +210,7 @@ def test_classes_of_the_other_package_are_refused_without_the_import(tmp_path, p
         refuses("dataloaders=BoringDataModule", trainer.predict, model=Accepted(), dataloaders=BoringDataModule())
         refuses("dataloaders=CombinedLoader", trainer.fit, model=Accepted(), train_dataloaders=CombinedLoader([]))
         refuses("configure_callbacks=EarlyStopping", trainer.fit, model=Brings())
-        refuses("model=Own", run._check_kinds, module=Own(), data=None, settings={{}})
+        refuses("model=Own", run._check_class, name="model", built=Own(), expected=LightningModule, settings={{}})
         trainer.fit(Accepted())
         assert trainer.global_step == 1
 

@@ -133,7 +133,7 @@ class Preparation:
             self._loop.take_optimizers()
             loop = self._trainer.eval_loops[RunningStage.VALIDATING]
             if loop.loaders is not None:
-                loop.path = self._build_evaluation_path(loop, loop.loaders)
+                loop.use(self._build_evaluation_path(loop, loop.loaders))
 
     def _build_path(self, transfer: Transfer, step: Callable[..., Any]) -> TrainingPath:
         """Build the path of a training batch: our functions or their overrides, and the wrappers around them.

@@ -74,11 +74,15 @@ def _hook_of_fit(trainer: pl.Trainer) -> str | None:
 
 def _report_no_step(trainer: pl.Trainer, steps: int) -> None:
     """Report that a fit has trained nothing, because the counters are at the end of the training."""
-    longer = "To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint to its fit"
+    longer = (
+        "To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run to its"
+        " fit"
+    )
     if trainer.ckpt_path is None:
         rank_zero_warn(
             f"Nothing to do: this fit trained no step, because the Trainer has already trained {steps} optimizer steps"
-            f" in an earlier fit, and its counters continue. To start again, use a new one. {longer}(ckpt_path=...)."
+            " in an earlier fit, and its counters continue. To train another module, or the same one from the start,"
+            f" use a new Trainer. {longer}(ckpt_path=...)."
         )
     elif trainer.is_global_zero:
         done = f"Nothing to do: the run has already trained {steps} optimizer steps and is complete."

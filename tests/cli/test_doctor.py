@@ -205,7 +205,8 @@ def test_untried_remedy_is_no_patch(doctor, monkeypatch):
     assert (status, "has no patch, but this remedy: a lower learning rate, lr=" in err) == (USAGE, True)
 
 
-def test_error_of_the_program(doctor):
+def test_error_of_the_program(doctor, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # another test may have joined a process group
     status, out, err = doctor("train.py", "fail_at=3")
     assert (status, out) == (FAILED, "expected steps: 16\n")
     assert re.search(r'Traceback \(most recent call last\):\n  File ".+train.py", line \d+, in <module>', err)

@@ -31,10 +31,10 @@ def test_the_tensor_that_torch_rejects_and_its_range(name):
     call, expected = CALLS[name]
     with suppress(IndexError, RuntimeError), RaisedCall() as raised:
         call()
-    assert (raised.found.low, raised.found.high) == expected
-    assert raised.found.error
+    assert (raised.rejection.low, raised.rejection.high) == expected
+    assert raised.rejection.error
     wrong = [0] if "negative" in name else [1]
-    assert raised.found.rejected.flatten().nonzero().flatten().tolist() == wrong
+    assert raised.rejection.rejected.flatten().nonzero().flatten().tolist() == wrong
 
 
 def test_limits_above_the_range_of_the_dtype():
@@ -44,4 +44,4 @@ def test_limits_above_the_range_of_the_dtype():
 def test_an_exception_without_an_index():
     with suppress(RuntimeError), RaisedCall() as raised:
         TABLE @ TABLE
-    assert raised.found is None
+    assert raised.rejection is None

@@ -83,7 +83,8 @@ def test_frameworks_leave_out_messages_of_healthy_programs():
 
 
 def test_scripts_of_the_programs_are_complete():
-    for name, program in PROGRAMS.items():
+    ours = {name: one for name, one in PROGRAMS.items() if one.__module__.startswith("_diagnosis.")}  # not other tests'
+    for name, program in ours.items():
         script = doctor.script_of(program)
         defined = {node.name for node in ast.parse(script).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
         assert {name, *(kind.__name__ for kind in program.mro() if "_diagnosis" in kind.__module__)} <= defined

@@ -95,6 +95,10 @@ class EvalLoop:
         self.progress.seen_batches.clear()
         self.updates_before: dict[int, int] = {}  # update counts of metric objects before the current dataloader
 
+    def use(self, path: BatchPath) -> None:
+        """Replace the path of a batch, because the hooks have changed."""
+        self.path = path
+
     def run(self, limit: float = float("inf")) -> list[Metrics]:
         """Run one pass. Return the logged metrics, one dict for each dataloader; [] if no dataloader has a batch.
 
