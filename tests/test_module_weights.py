@@ -149,9 +149,9 @@ def test_differing_weights_are_kept_and_reported(tmp_path):
 @pytest.mark.parametrize(
     ("in_file", "in_module", "expected"),
     [
-        ("model.", "", "Names in the file start with 'model.', those of the module with ''."),
-        ("state.model.", "", "Names in the file start with 'state.model.', those of the module with ''."),
-        ("", "net.", "Names in the file start with '', those of the module with 'net.'."),
+        ("model.", "", "Names in the file start with 'model.', those of the module do not."),
+        ("state.model.", "", "Names in the file start with 'state.model.', those of the module do not."),
+        ("", "net.", "Names in the module start with 'net.', those of the file do not."),
         ("net.", "model.", "Names in the file start with 'net.', those of the module with 'model.'."),
     ],
 )

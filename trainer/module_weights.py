@@ -71,8 +71,13 @@ class LoadedWeights:
         numbers, of = self.parameters
         about = f"{len(self.loaded)} of {self._tensors} tensors, {numbers:,} of {of:,} parameters"
         lines = [f"Weights from {self.path}: {about}."]
-        if any(self.prefixes):
-            lines.append("Names in the file start with {!r}, those of the module with {!r}.".format(*self.prefixes))
+        in_file, in_module = self.prefixes
+        if in_file and in_module:
+            lines.append(f"Names in the file start with {in_file!r}, those of the module with {in_module!r}.")
+        elif in_file:
+            lines.append(f"Names in the file start with {in_file!r}, those of the module do not.")
+        elif in_module:
+            lines.append(f"Names in the module start with {in_module!r}, those of the file do not.")
         if self.converted:
             lines.append(f"Converted: {', '.join(f'{count} from {kind}' for kind, count in self.converted.items())}.")
         if self.differing:

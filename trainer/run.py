@@ -75,18 +75,17 @@ def _hook_of_fit(trainer: pl.Trainer) -> str | None:
 def _report_no_step(trainer: pl.Trainer, steps: int) -> None:
     """Report that a fit has trained nothing, because the counters are at the end of the training."""
     longer = (
-        "To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run to its"
-        " fit"
+        " To train longer, pass a larger max_epochs (or max_steps) to a new Trainer, and a checkpoint of this run to"
+        " its fit(ckpt_path=...), so that optimizers and schedules continue."
     )
     if trainer.ckpt_path is None:
         rank_zero_warn(
             f"Nothing to do: this fit trained no step, because the Trainer has already trained {steps} optimizer steps"
             " in an earlier fit, and its counters continue. To train another module, or the same one from the start,"
-            f" use a new Trainer. {longer}(ckpt_path=...)."
+            f" use a new Trainer.{longer}"
         )
     elif trainer.is_global_zero:
-        done = f"Nothing to do: the run has already trained {steps} optimizer steps and is complete."
-        advice.info(f"{done} {longer}(ckpt_path=...).")
+        advice.info(f"Nothing to do: the run has already trained {steps} optimizer steps and is complete.{longer}")
 
 
 class Run:

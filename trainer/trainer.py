@@ -363,8 +363,9 @@ class Trainer(TrainerBase):
             return replacement()  # type: ignore[no-any-return]
         if return_predictions and not self.engine.runs_here:
             raise ConfigurationError(
-                "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Write the"
-                " predictions to files with a BasePredictionWriter, or use strategy='ddp'."
+                "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Got"
+                f" return_predictions={return_predictions} with {type(self.strategy).__name__}. Write the predictions"
+                " to files with a BasePredictionWriter, or use strategy='ddp'."
             )
         loop = self.eval_loops[RunningStage.PREDICTING]
         keep = return_predictions is not False

@@ -69,6 +69,7 @@ LINE = {
     "+callbacks.scale_moniter.patience=1": "callbacks.scale_moniter has no _target_. Did you mean 'scale_",
     "output_dir=x": "Did you mean 'hydra.run.dir'?",
     "model.optimizer.lr=1": "set optimizer.lr instead of model.optimizer.lr",
+    "+model.optimizer.extra=1": "set +optimizer.extra instead of +model.optimizer.extra",
     # Hydra
     "'optimizer.lr=a b:{'": "Cannot parse the setting 'optimizer.lr=a b:{'",
     "'model.start=range(a,b)'": "start: str is incompatible with Union[int, float]. A value",

@@ -193,8 +193,11 @@ def test_patch_is_applied_to_unchanged_files_only(doctor):
 
 def test_untried_remedy_is_no_patch(doctor, monkeypatch):
     change_rate(20.0)
-    untried = lambda run, case, report: setattr(report, "tried", "")  # noqa: E731
-    monkeypatch.setattr("trainer.cli.doctor_session.try_steps", untried)
+
+    def try_nothing(run, case, report):
+        report.tried = ""
+
+    monkeypatch.setattr("trainer.cli.doctor_session.try_steps", try_nothing)
     status, out, _ = doctor("train.py", "epochs=4")
     assert (status, "Remedy: a lower learning rate, lr=" in out, Path("doctor.patch").exists()) == (
         NO_PATCH,

@@ -230,7 +230,8 @@ def _check_key(composer: Composer, known: dict[str, Any], override: Override) ->
     node, rest = known.get(above), key.removeprefix(above)
     is_added = override.is_add() or override.is_force_add()
     if rest and isinstance(node, str) and node.startswith("${"):  # Hydra would replace the interpolation by a new node
-        raise UsageError(f"{above} is {node}: set {node.strip('${}')}{rest} instead of {key}.")
+        plus = "+" if is_added else ""
+        raise UsageError(f"{above} is {node}: set {plus}{node.strip('${}')}{rest} instead of {plus}{key}.")
     is_open = above and (node is None or node == "???" or isinstance(node, list))
     if not (is_added or is_open or key in known):
         hint = _nearest(key, known) or did_you_mean(key, composer.groups())

@@ -346,7 +346,7 @@ def _result_line(run: RunRecord) -> str:
     metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
     rate = run.samples_per_second
     speed = "" if rate is None or is_quiet() else f", {rate:,.1f} samples/s"
-    line = f"{run.command} {run.status} in {run.seconds:.1f} s{speed}{': ' * bool(metrics)}{metrics}"
+    line = f"{run.command} {run.status} in {run.seconds:.1f} s{speed}" + (f": {metrics}" if metrics else "")
     return f"{line}. Results are in {from_here(run.folder)}"
 
 

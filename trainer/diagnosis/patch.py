@@ -297,7 +297,7 @@ class _Files:
             if not isinstance(call.func, ast.Name):
                 self._replace(path, call.func, "Trainer")
         lines = [] if "Trainer" in ours else ["from trainer import Trainer"]
-        lines += ["from trainer.precision import MixedPrecision"] * ("MixedPrecision" not in ours)
+        lines += [] if "MixedPrecision" in ours else ["from trainer.precision import MixedPrecision"]
         anchor = max(theirs or statements, key=lambda one: one.lineno)
         end, indent = self._span(path, anchor)[1], f"\n{' ' * anchor.col_offset}"
         self._edit(path, (end, end), "".join(f"{indent}{line}" for line in lines))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ class EvalLoop:
         keep_predictions: whether to collect the outputs of ``predict_step``. Default: False.
         predictions: these outputs, a list for each dataloader.
         check_signals: called before each batch to handle a signal that has arrived; may raise. Default: None.
-        path: the functions that a batch passes through.
+        paths: the functions that a batch of each dataloader passes through.
     """
 
     def __init__(
@@ -68,17 +68,23 @@ class EvalLoop:
         self.counts_once = counts_once
         self.distributed_pass: DistributedPass | None = None
         self.loaders: Loaders | None = None
-        self.prepare(hooks=NO_HOOKS, module=nn.Module(), path=NO_PATH, loaders=None, inference_mode=False)
+        self.prepare(hooks=NO_HOOKS, module=nn.Module(), paths=(NO_PATH,), loaders=None, inference_mode=False)
 
     def prepare(
-        self, *, hooks: Hooks, module: nn.Module, path: BatchPath, loaders: Loaders | None, inference_mode: bool
+        self,
+        *,
+        hooks: Hooks,
+        module: nn.Module,
+        paths: Sequence[BatchPath],
+        loaders: Loaders | None,
+        inference_mode: bool,
     ) -> None:
         """Set the parts that belong to one run.
 
         Args:
             hooks: the hooks of callbacks and of the module.
             module: the LightningModule; each pass restores the train and eval modes of its submodules.
-            path: the functions that a batch passes through.
+            paths: the functions that a batch passes through, for each dataloader.
             loaders: the data. None if there is no data.
             inference_mode: whether to run in ``torch.inference_mode``, with tensors that can never take part in
                 training, instead of ``torch.no_grad``.
@@ -86,7 +92,7 @@ class EvalLoop:
         self.hooks = hooks
         self.module = module
         self.metric_objects = metric_objects_in(module)
-        self.path = path
+        self.paths = paths
         if loaders is not None and self.loaders is not None and len(loaders.limits) != len(self.loaders.limits):
             self.published.drop(self.metrics.names())  # values of other dataloaders would never be replaced
             self.metrics.clear()
@@ -95,9 +101,9 @@ class EvalLoop:
         self.progress.seen_batches.clear()
         self.updates_before: dict[int, int] = {}  # update counts of metric objects before the current dataloader
 
-    def use(self, path: BatchPath) -> None:
-        """Replace the path of a batch, because the hooks have changed."""
-        self.path = path
+    def use(self, paths: Sequence[BatchPath]) -> None:
+        """Replace the paths of batches, because the hooks have changed."""
+        self.paths = paths
 
     def run(self, limit: float = float("inf")) -> list[Metrics]:
         """Run one pass. Return the logged metrics, one dict for each dataloader; [] if no dataloader has a batch.
@@ -155,7 +161,7 @@ class EvalLoop:
         """
         limits = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
         spans = loaders.plan.spans or [Span(number, number) for number in limits]
-        if self.path.draws:
+        if self.paths[0].draws:
             spans = [Span(0, float("inf") if span.most else 0) for span in spans]
         return [Span(min(span.fewest, limit), min(span.most, limit)) for span in spans]
 
@@ -210,9 +216,7 @@ class EvalLoop:
         """Run one forward pass and its hooks. ``dataloader_idx`` is None if there is only one dataloader."""
         if self.check_signals is not None:
             self.check_signals()
-        progress, path = self.progress, self.path
-        if dataloader_idx is not None:
-            path = path.of_dataloader(dataloader_idx)
+        progress, path = self.progress, self.paths[dataloader_idx or 0]
         batch = path.transfer(batch)
         progress.batches += 1
         progress.batches_by_loader[dataloader_idx or 0] += 1

@@ -168,7 +168,7 @@ class FitLoop:
             self.end_epoch()
         self.close_window_early()
         self.count_update()
-        use_averages(self.optimizers)
+        use_averages(self.optimizers)  # of schedule-free optimizers
         self.hooks.on_train_end()
         self.resolve_outcome()
 

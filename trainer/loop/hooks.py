@@ -229,7 +229,8 @@ class Hooks:
                 calls = [(c, call) for c, call in calls if not self._saves(c)]
                 self.of(_SAVING[name]).set((), None, saving)
             late = {"on_train_epoch_end": self._monitors, "on_validation_end": self._saves}.get(name, _return_false)
-            strategy = self._part_of(self._strategy, name) if self._strategy and name in STRATEGY_HOOKS else None
+            has_strategy = self._strategy is not None and name in STRATEGY_HOOKS
+            strategy = self._part_of(self._strategy, name) if has_strategy else None
             self.of(name).set(
                 [call for c, call in calls if not late(c)],
                 None if name in CALLBACK_ONLY_HOOKS else self._part_of(self._module, name),

@@ -9,7 +9,7 @@ generator, or of an object that saves itself. A value is stored as follows:
 value                                        stored
 ===========================================  ===============================================================
 number, string, None                         itself
-list, tuple, set, dict, deque                ``[tag, items]`` ; the items of a dict are its keys and values
+list, tuple, set, dict, deque                ``[tag, items]``; the items of a dict are its keys and values
 tensor                                       ``["tensor", dtype, shape, bytes, device]``
 NumPy array or scalar                        ``["array", dtype, shape, bytes]``
 an object of the walk                        ``["object", path]``
