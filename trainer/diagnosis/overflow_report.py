@@ -207,7 +207,8 @@ class OverflowReport(RunCallback):
         self._fit.occurrences["step"] = int(self.at_step is None or trainer.global_step > self.at_step)
         if scaler.is_enabled():
             self._probe = UnderflowProbe(device.type)
-            scaler.before_unscale.append(self._count_small)
+            if evidence.is_due_next:
+                self._start_probe(run, self._fit)
         if device.type == "cuda" and run.world_size == 1:
             self._fit.host_batches = HostBatches(run)
 
@@ -253,6 +254,8 @@ class OverflowReport(RunCallback):
             if counts and not outcome.skipped and (counts[0].subnormal > MAX_UNDERFLOW or counts[0].zeros == 1.0):
                 step = run.global_step - len(outcome.optimizers)
                 self._explain(run, fit, "underflow", fit.evidence.batches_of(step), step, outcome.scale)
+        if self._probe is not None and fit.evidence.is_due_next:
+            self._start_probe(run, fit)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Check the losses so far."""
@@ -412,12 +415,15 @@ class OverflowReport(RunCallback):
             fit.weights = {name: parameter.detach().clone() for name, parameter in fit.parameters.items()}
 
     def _finish_probe(self, run: RunState, fit: _Fit, probe: UnderflowProbe) -> list[Underflow]:
-        """Return the counts before this check. The next counts are due before the 1st, 2nd, 4th check and so on."""
+        """Return the counts before this check."""
         fit.checks += 1
         self._stop_probe(run)
-        if not fit.checks & (fit.checks + 1):
-            run.scaler.before_unscale.append(self._count_small)
         return probe.finish()
+
+    def _start_probe(self, run: RunState, fit: _Fit) -> None:
+        """Count small gradients in the next update, before the 1st, 2nd, 4th check and so on."""
+        if not fit.checks & (fit.checks + 1) and self._count_small not in run.scaler.before_unscale:
+            run.scaler.before_unscale.append(self._count_small)
 
     def _stop_probe(self, run: RunState) -> None:
         measurements = run.scaler.before_unscale
@@ -427,7 +433,7 @@ class OverflowReport(RunCallback):
     def _count_small(self, optimizer: Optimizer) -> None:
         """Count gradient elements that are subnormal in float16, in the last update before a check."""
         fit = self._fit
-        if fit is None or self._probe is None or not fit.evidence.is_due_next:
+        if fit is None or self._probe is None:
             return
         gradients = fit.loop.gradients
         local = gradients.local(optimizer)

@@ -103,7 +103,8 @@ class Evidence:
         most: maximum number of updates with recorded batches.
         begin: called before the first batch is recorded.
         examine: called with the outcome of an update and whether an examination is due. It is called if an examination
-            is due, if the update or the one before was skipped, or if the loss scale has changed.
+            is due or will be after the next update, if the update or the one before was skipped, or if the loss scale
+            has changed.
 
     Attributes:
         losses: the unscaled losses that were not taken yet, each with the step of its batch.
@@ -182,8 +183,9 @@ class Evidence:
 
     def _follow(self, outcome: StepOutcome) -> None:
         self._updates += 1
-        is_due = self._updates >= self._every
-        if is_due or outcome.skipped or self._follows_skip or outcome.scale != outcome.next_scale:
+        is_near = self._updates + 1 >= self._every
+        if is_near or outcome.skipped or self._follows_skip or outcome.scale != outcome.next_scale:
+            is_due = self._updates >= self._every
             self._updates = 0 if is_due else self._updates
             self._follows_skip, self.scale = outcome.skipped, outcome.next_scale
             self._examine(outcome, is_due)
