@@ -40,7 +40,7 @@ from trainer.diagnosis.report_file import Diagnosis
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, rank_zero_warn, warn
 from trainer.loop.gradients import norm_of
 from trainer.loop.run_state import RunState, state_of
-from trainer.precision.underflow import Underflow, UnderflowProbe
+from trainer.precision.underflow import Underflow, UnderflowProbe, joined
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
 
@@ -437,8 +437,12 @@ class OverflowReport(RunCallback):
             return
         gradients = fit.loop.gradients
         local = gradients.local(optimizer)
-        total = partial(gradients.total, of=[p for p, _ in local]) if gradients.are_parts else None
-        self._probe.start((("", p.numel() * (1 + p.is_complex()), gradient) for p, gradient in local), total)
+        sized = [(p.numel() * (1 + p.is_complex()), gradient) for p, gradient in local]
+        if gradients.are_parts:
+            total = partial(gradients.total, of=[p for p, _ in local])
+            self._probe.start((("", *each) for each in sized), total)
+        else:
+            self._probe.start(joined(sized))
 
     # --- skipped steps --------------------------------------------------------------------------------------------
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.common.module_tree import is_dense
 from trainer.precision.readback import Readback
 
 SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
@@ -21,6 +22,10 @@ _LARGEST_SUBNORMAL = SMALLEST_NORMAL * (1 - 2**-24)
 
 _PART = 2**22
 """Maximum number of elements to count together, because counting takes three times their memory."""
+
+
+_SMALL = 2**14
+"""Maximum number of elements of a gradient that is joined with others: to copy them takes less time than a kernel."""
 
 
 class Underflow(NamedTuple):
@@ -86,6 +91,26 @@ class UnderflowProbe:
         each = [_shares(*triple) for triple in triples]
         totals = (sum(column) for column in list(zip(*triples, strict=True))[1:])
         return [_shares("", *totals), *sorted(each, key=lambda underflow: underflow.subnormal, reverse=True)]
+
+
+def joined(gradients: Iterable[tuple[int, Tensor]]) -> list[tuple[str, int, Tensor]]:
+    """Return (name, number of elements, gradient) for :meth:`UnderflowProbe.start`, to count all with few kernels.
+
+    Small gradients on the same device are concatenated, so all names are "".
+
+    Args:
+        gradients: (number of elements, gradient) for each; the gradient may be sparse.
+    """
+    groups: dict[Any, list[tuple[int, Tensor]]] = {}
+    for elements, gradient in gradients:
+        is_small = elements <= _SMALL and is_dense(gradient)
+        groups.setdefault(gradient.device if is_small else len(groups), []).append((elements, gradient))
+    sizes = [sum(elements for elements, _ in group) for group in groups.values()]
+    tensors = [
+        torch.cat([gradient.reshape(-1) for _, gradient in group]) if len(group) > 1 else group[0][1]
+        for group in groups.values()
+    ]
+    return [("", size, tensor) for size, tensor in zip(sizes, tensors, strict=True)]
 
 
 def _parts(values: Tensor) -> Sequence[Tensor]:
