@@ -220,7 +220,7 @@ def _in_float32(run: RunState, case: Case) -> Finding | None:
 def _data(run: RunState, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
     left_out = tuple(sorted({index for rows in finding.broken_batch.values() for index in rows}))
     names = " or ".join(finding.broken_batch)
-    hook = next((f" after {one}" for one in _TRANSFER_HOOKS if run.loop.hooks.override_of(one) is not None), "")
+    hook = next((f" after {name}" for name in _TRANSFER_HOOKS if run.loop.hooks.override_of(name) is not None), "")
     cured = examine(run, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
     name = next(iter(finding.broken_batch))
     # whether all inputs of the operation that failed first were finite
@@ -232,8 +232,8 @@ def _data(run: RunState, case: Case, finding: Finding, failing: Sequence[Recorde
     if cured.is_hopeless:  # the samples are not along the first dimension
         tensors, which, tried = join_first(finding.broken_batch, 4), "", ""
     remedy = f"leave out samples in which {names} is not finite{which}."
-    batches = [one.batch for one in (*case.recent[-_COMPARED:], *failing)]
-    left = [batch_size(one) - len(set().union(*samples_not_finite(one)[0].values())) for one in batches]
+    batches = [recorded.batch for recorded in (*case.recent[-_COMPARED:], *failing)]
+    left = [batch_size(batch) - len(set().union(*samples_not_finite(batch)[0].values())) for batch in batches]
     if not any(left) and sum(map(batch_size, batches)) > 1:
         remedy, tried = f"use only the finite elements: before the arithmetic, select them by {name}.isfinite().", ""
     return _diagnosis(
@@ -272,13 +272,15 @@ def _out_of_range(run: RunState, case: Case, rejection: OutOfRange) -> Diagnosis
     values = sorted(set(rejection.values[bad].tolist()))
     tensors = dict(named_tensors_in(case.batches[0].batch, "batch"))
     columns = {
-        f"{name}[:, {column}]": one[:, column]
-        for name, one in tensors.items() if one.dim() > 1 and not one.is_floating_point()
-        for column in range(min(one.shape[1], 256))
+        f"{name}[:, {column}]": tensor[:, column]
+        for name, tensor in tensors.items() if tensor.dim() > 1 and not tensor.is_floating_point()
+        for column in range(min(tensor.shape[1], 256))
     }  # fmt: skip
-    same = [n for n, one in (tensors | columns).items() if _have_same_values(one, rejection.values)]
+    same = [n for n, tensor in (tensors | columns).items() if _have_same_values(tensor, rejection.values)]
     # a part of a tensor, such as its tokens without the last
-    same += [n for n, one in tensors.items() if values == sorted(set(one[rejection.rejected_in(one)].tolist()))]
+    same += [
+        n for n, tensor in tensors.items() if values == sorted(set(tensor[rejection.rejected_in(tensor)].tolist()))
+    ]
     name = same[0] if same else "an index that the step computes"
     samples = rejection.rejected_in((tensors | columns).get(name, rejection.values))
     rows = samples.reshape(len(samples) if samples.dim() else 1, -1).any(dim=1).nonzero().flatten().tolist()
@@ -345,8 +347,8 @@ def _changed_code(
     finite: rewrite.Change | None = None
     for _ in range(1 if is_sharded else _MAX_EDITS):
         moved: tuple[rewrite.Change, Origin] | None = None
-        for one in propose(origin):
-            together = one if change is None else change.also(one)
+        for proposal in propose(origin):
+            together = proposal if change is None else change.also(proposal)
             failure = _failure_with(run, case, together, variant)
             if failure is None and _learns_with(run, case, together):
                 return Remedy(str(together), _FINITE, (together,))
@@ -374,9 +376,9 @@ def _failure_with(run: RunState, case: Case, change: rewrite.Change, variant: Va
     with change.applied(_classes_in(run.module)) as is_applied:
         if not is_applied:
             return failure
-        for one in (FLOAT32, variant):
-            tried = examine(run, case.batches, 1.0, one)
-            if tried is None or tried.is_hopeless or (one.dtype is not None and tried.fails):
+        for precision in (FLOAT32, variant):
+            tried = examine(run, case.batches, 1.0, precision)
+            if tried is None or tried.is_hopeless or (precision.dtype is not None and tried.fails):
                 return tried or failure
             if abs(tried.loss) > _LARGEST_LOSS:
                 return failure
@@ -387,7 +389,7 @@ def _failure_with(run: RunState, case: Case, change: rewrite.Change, variant: Va
 
 
 def _classes_in(module: nn.Module) -> set[type]:
-    return {type(part) for part in module.modules()}
+    return {type(submodule) for submodule in module.modules()}
 
 
 def _learns_with(run: RunState, case: Case, change: rewrite.Change) -> bool:
@@ -412,8 +414,8 @@ def _precision(run: RunState, case: Case, finding: Finding, phase: str) -> Diagn
         change = _changed_code(run, case, origin, rewrite.propose)
     cure = None if is_sharded or change is not None else remedies.find_cure(run, case.batches, finding)
     largest = "" if origin.inputs is None else f" (its input is up to {origin.inputs.largest:.3g})"
-    made = "" if origin.outputs is None else origin.outputs.dtype
-    name = made if made in ("float16", "bfloat16") else str(precision.dtype).removeprefix("torch.")
+    output_dtype = "" if origin.outputs is None else origin.outputs.dtype
+    name = output_dtype if output_dtype in ("float16", "bfloat16") else str(precision.dtype).removeprefix("torch.")
     is_too_large = origin.inputs is not None and origin.inputs.largest > torch.finfo(getattr(torch, name)).max
     verb = "makes nan in" if origin.is_nan and not is_too_large else "overflows"
     cause = f"{origin.name or 'An operation'} in {origin.place} {verb} {name}{largest}."
@@ -434,8 +436,8 @@ def _precision(run: RunState, case: Case, finding: Finding, phase: str) -> Diagn
         figures = _figures(finding, cured)
         setting = bfloat16 if variant.dtype is torch.bfloat16 else remedies.other_precision("32-true")
         if variant.dtype is None:
-            own = getattr(precision, "fp32_modules", ())
-            setting = remedies.precision(precision, fp32_modules=(*own, *variant.modules))
+            modules = getattr(precision, "fp32_modules", ())
+            setting = remedies.precision(precision, fp32_modules=(*modules, *variant.modules))
             fits = f", scales up to {cured.largest_scale:g} fit" if run.scaler.is_enabled() else ""
         remedy = Remedy(f"{setting}", f"finite forward and backward{fits}", (setting,))
         with remedies.weights_of(run, case.before):
@@ -577,7 +579,7 @@ def _optimizer(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             eps, dtypes = group.get("eps", 1.0), {parameter.dtype for parameter in group["params"]}
-            if dtype := next((one for one in dtypes if not torch.tensor(eps, dtype=one)), None):
+            if dtype := next((dtype for dtype in dtypes if not torch.tensor(eps, dtype=dtype)), None):
                 name = str(dtype).removeprefix("torch.")
                 wider = remedies.other_precision("16-mixed")
                 setting = wider if eps else remedies.optimizer_setting(run, "eps", 1e-8)
@@ -614,7 +616,7 @@ def _buffers(run: RunState, case: Case, finding: Finding) -> Diagnosis | None:
         return None
     current, batches = buffers | attributes, [batch._replace(buffers=None) for batch in case.batches]
     usual = {name: int(name.endswith("running_var")) for name in broken}  # BatchNorm divides by a variance
-    with remedies.weights_of(run, {name: current[name].nan_to_num(*[one] * 3) for name, one in usual.items()}):
+    with remedies.weights_of(run, {name: current[name].nan_to_num(*[number] * 3) for name, number in usual.items()}):
         cured = examine(run, batches, 1.0)
     if cured is None or cured.fails:
         return None
@@ -640,7 +642,7 @@ def _divergence(run: RunState, case: Case, finding: Finding) -> Diagnosis:
     can_try = case.before and remedies.can_step(run)
     learned = remedies.find_setting(run, batches[-8:], case.before) if can_try else None
     rates = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
-    rate = max([*rates, *(float(one) for batch in batches for one in batch.rates)])
+    rate = max([*rates, *(float(lr) for batch in batches for lr in batch.rates)])
     name, value = "lr", rate / 10 if math.isfinite(rate) else 0.01
     cause, tried = f"the learning rate is {rate:g}", ""
     if learned is not None:
@@ -739,8 +741,8 @@ def _normalization(finding: Finding, limit: float) -> str:
 
 def _fits_with_cuda_ops(run: RunState, case: Case) -> bool:
     """Return whether the batch is finite on a CPU if autocast uses CUDA's lists of operations."""
-    own = getattr(run.precision, "autocast_ops", "cuda")
-    if own == "cuda" or run.device.type != "cpu":
+    autocast_ops = getattr(run.precision, "autocast_ops", "cuda")
+    if autocast_ops == "cuda" or run.device.type != "cpu":
         return False
     variant = Variant(cuda=True)
     return remedies.is_cured(examine(run, case.batches, case.scale, variant), variant)

@@ -116,14 +116,18 @@ def examine(
     except Exception as error:  # a report must not end the run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
     findings: list[Finding] = engine.collectives.broadcast(engine.collectives.gather(finding))
-    failing = [one for one in findings if one.fails] or [one for one in findings if not math.isnan(one.loss)]
+    failing = [result for result in findings if result.fails] or [
+        result for result in findings if not math.isnan(result.loss)
+    ]
     # collectives of the backward pass may spread the failure to other ranks, so choose the rank where it began
-    chosen = min(failing or findings, key=lambda one: (not one.broken_batch, math.isfinite(one.loss), one.rank))
+    chosen = min(
+        failing or findings, key=lambda result: (not result.broken_batch, math.isfinite(result.loss), result.rank)
+    )
     return replace(
         chosen,
-        largest_scale=min(one.largest_scale for one in findings),
+        largest_scale=min(result.largest_scale for result in findings),
         # each rank has checked its part of the weights
-        broken_weights=list(dict.fromkeys(name for one in findings for name in one.broken_weights)),
+        broken_weights=list(dict.fromkeys(name for result in findings for name in result.broken_weights)),
     )
 
 
@@ -182,12 +186,12 @@ def _look_into(
         failed, trace.is_on = finding.fails, False  # at an earlier loss of a manual step
         with trace.follow(loss):
             trace.is_on = not failed
-            finite = backward(loss, finding.scale, parameters, lambda one: bool(part(one).isfinite().all()))
+            finite = backward(loss, finding.scale, parameters, lambda gradient: bool(part(gradient).isfinite().all()))
             trace.is_on = False
         broken = [name for name, is_finite in finite.items() if not is_finite]
         finding.parameters += broken
         largest = largest_power(lambda scale: _fits(loss, scale, parameters, part))
-        zero = backward(loss, largest, parameters, lambda one: not part(one).any())
+        zero = backward(loss, largest, parameters, lambda gradient: not part(gradient).any())
         if broken and all(zero[name] for name in broken):
             largest = 0.0
         if not failed:

@@ -73,7 +73,7 @@ def explain(
         _explain_waiting(error, run)
         if stall is not None and (report := stall()) is not None:
             add_note(error, report)
-    elif isinstance(error, RuntimeError) and any(one.search(text) for one in (_NO_GRAPH, _NO_SCALAR, _FREED)):
+    elif isinstance(error, RuntimeError) and any(pattern.search(text) for pattern in (_NO_GRAPH, _NO_SCALAR, _FREED)):
         _explain_loss(error, run)
     elif isinstance(error, RuntimeError) and _INFERENCE.search(text):
         add_note(
@@ -113,7 +113,7 @@ def _explain_loss(error: RuntimeError, run: RunState) -> None:
     loss = frame.f_locals["loss"]
     name, automatic = type(module).__name__, module.automatic_optimization
     subject = f"`{name}.training_step` {'returned' if automatic else 'passed to `manual_backward`'}"
-    kind = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
+    given = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
     if _FREED.search(str(error)):
         advice = "a loss with a graph of which a part was already freed by another backward pass."
         if automatic:
@@ -123,14 +123,14 @@ def _explain_loss(error: RuntimeError, run: RunState) -> None:
             )
         advice += " If it keeps a tensor of an earlier batch, such as a hidden state, use `tensor.detach()`."
     elif loss.numel() != 1:
-        advice = f"{kind}, expected a scalar. Reduce it, for example with `loss.mean()`."
+        advice = f"{given}, expected a scalar. Reduce it, for example with `loss.mean()`."
     elif not any(parameter.requires_grad for parameter in module.parameters()):
         advice = (
             f"a loss, but no parameter of {name} requires a gradient. Call `requires_grad_(True)` on those to train."
         )
     else:
         advice = (
-            f"{kind} without a graph, expected a scalar that depends on the trained parameters. Compute it without"
+            f"{given} without a graph, expected a scalar that depends on the trained parameters. Compute it without"
             " `detach()`, `item()`, `torch.tensor(...)`, `torch.no_grad()`, and operations without a gradient, such as"
             " `argmax` and comparisons."
         )
@@ -189,11 +189,11 @@ def release_tensors(error: BaseException) -> None:
     tensors alive.
     """
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        one = one.__cause__ or one.__context__
+    exception: BaseException | None = error
+    while exception is not None and id(exception) not in seen:
+        seen.add(id(exception))
+        traceback.clear_frames(exception.__traceback__)
+        exception = exception.__cause__ or exception.__context__
 
 
 def describe_batch(batch: Any) -> str:
@@ -205,9 +205,9 @@ def describe_batch(batch: Any) -> str:
     if isinstance(batch, Tensor):
         return f"Tensor{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, dict):
-        return f"{{{', '.join(f'{name}: {describe_batch(part)}' for name, part in batch.items())}}}"
+        return f"{{{', '.join(f'{name}: {describe_batch(value)}' for name, value in batch.items())}}}"
     if isinstance(batch, (list, tuple)):
-        shown = [describe_batch(part) for part in batch[:8]]
+        shown = [describe_batch(item) for item in batch[:8]]
         return f"[{', '.join(shown)}{', ...' if len(batch) > 8 else ''}]"
     return type(batch).__name__
 
@@ -347,12 +347,12 @@ def whereabouts(frames: list[FrameType], run: RunState) -> str:
         run: the state of the run.
     """
     module = run.module
-    names = {} if module is None else {id(one): name for name, one in module.named_modules()}
+    names = {} if module is None else {id(submodule): name for name, submodule in module.named_modules()}
     inside = [
-        own for frame in frames if isinstance(own := frame.f_locals.get("self"), nn.Module) and names.get(id(own))
+        owner for frame in frames if isinstance(owner := frame.f_locals.get("self"), nn.Module) and names.get(id(owner))
     ]
     parts = [f"in {phase}"] if (phase := _phase(frames)) else []
-    parts += [f"in {names[id(own)]} ({type(own).__name__})" for own in inside[-1:]]
+    parts += [f"in {names[id(owner)]} ({type(owner).__name__})" for owner in inside[-1:]]
     return ", ".join([*parts, f"at step {run.global_step}, {_describe_position(run, with_rank=False)}"])
 
 

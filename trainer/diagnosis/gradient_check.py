@@ -161,13 +161,13 @@ class GradientCheck(Callback):
             value.copy_(point + distance * unit)
             return loss().item()
 
-        for kind, direction in (("a random direction", _noise(value, self.attempts)), ("the gradient", gradient)):
+        for name, direction in (("a random direction", _noise(value, self.attempts)), ("the gradient", gradient)):
             unit = direction / (direction.norm() or 1.0)
             numerical = (loss_at(self.eps, unit) - loss_at(-self.eps, unit)) / (2 * self.eps)
             analytical = (unit * gradient).sum().item()
             value.copy_(point)
             if not abs(analytical - numerical) <= atol + self.rtol * abs(numerical):
-                return f"along {kind}, numerical: {numerical:.6g}, analytical: {analytical:.6g}"
+                return f"along {name}, numerical: {numerical:.6g}, analytical: {analytical:.6g}"
         return ""
 
     def _report(self) -> str:

@@ -59,14 +59,14 @@ class RaisedCall(TorchFunctionMode):
         except (IndexError, RuntimeError) as error:
             name = getattr(func, "__name__", "")
             candidates = _tensors_with_range(name if name.startswith("__") else name.rstrip("_"), args, kwargs or {})
-            rejected = (one._replace(error=f"{error}") for one in candidates if one.rejected.any())
+            rejected = (candidate._replace(error=f"{error}") for candidate in candidates if candidate.rejected.any())
             self.rejection = next(rejected, None)
             raise
 
 
 def _tensors_with_range(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[OutOfRange]:
     def given(position: int, *names: str) -> Any:
-        return args[position] if position < len(args) else next((kwargs[one] for one in names if one in kwargs), None)
+        return args[position] if position < len(args) else next((kwargs[key] for key in names if key in kwargs), None)
 
     first = given(0, "input", "tensor")
     if name in ("embedding", "embedding_bag"):
@@ -89,7 +89,7 @@ def _tensors_with_range(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
 def _indices(tensor: Tensor, items: tuple[Any, ...]) -> list[OutOfRange]:
     """Return the integer tensors that index dimensions of a tensor."""
     rejections, dim = [], 0
-    used = [one.dim() if _is_mask(one) else int(one is not None and one is not ...) for one in items]
+    used = [item.dim() if _is_mask(item) else int(item is not None and item is not ...) for item in items]
     for item, number in zip(items, used, strict=True):
         if isinstance(item, Tensor) and not _is_mask(item):
             size = tensor.shape[dim]

@@ -201,8 +201,8 @@ class _Files:
     def remove_with(self, removal: Removal) -> None:
         """Remove a ``with`` statement, or its context, but not its body."""
         path = Path(removal.file).resolve()
-        withs = [one for one in ast.walk(self._parse(path)) if isinstance(one, ast.With)]
-        old = next((one for one in withs if one.lineno <= removal.line < one.body[0].lineno), None)
+        withs = [node for node in ast.walk(self._parse(path)) if isinstance(node, ast.With)]
+        old = next((node for node in withs if node.lineno <= removal.line < node.body[0].lineno), None)
         if old is None:
             raise _NoDiffError(f"torch.autocast is not in a `with` statement in {place(*removal)}")
         others = [item for item in old.items if "autocast" not in ast.unparse(item.context_expr)]
@@ -211,8 +211,8 @@ class _Files:
             span = self._span(path, first)[0], self._span(path, last)[1]
             self._edit(path, span, ", ".join(map(ast.unparse, others)))
             return
-        texts = [one for one in ast.walk(old) if isinstance(one, (ast.Constant, ast.JoinedStr))]
-        inside = {n for one in texts for n in range(one.lineno + 1, (one.end_lineno or 0) + 1)}
+        texts = [node for node in ast.walk(old) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+        inside = {n for node in texts for n in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
         span = self._span(path, old)
         shift, lines = old.body[0].col_offset - old.col_offset, self._data[path][: span[1]].decode().split("\n")
         codes = {n: lines[n - 1].partition("#")[0].rstrip() for n in range(removal.line, old.body[0].lineno)}
@@ -237,7 +237,7 @@ class _Files:
             return
         if value is None and is_direct and None not in given:
             arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-            end = max((self._span(path, one)[1] for one in arguments), default=self._span(path, call)[1] - 1)
+            end = max((self._span(path, argument)[1] for argument in arguments), default=self._span(path, call)[1] - 1)
             self._edit(path, (end, end), f"{', ' if arguments else ''}{setting.name}={setting.code}")
             return
         literals = self._literals({setting.name} if value is None else _names_in(value), setting)
@@ -257,7 +257,9 @@ class _Files:
 
     def _literals(self, names: set[str], setting: Setting) -> list[tuple[Path, ast.expr]]:
         """Return the literals that fit the setting and are bound to one of the names with the fewest names between."""
-        bound = [(path, *one) for path, tree in self._trees.items() for node in ast.walk(tree) for one in _bound(node)]
+        bound = [
+            (path, *pair) for path, tree in self._trees.items() for node in ast.walk(tree) for pair in _bound(node)
+        ]
         for _ in range(_HOPS):
             values = [(path, value) for path, name, value in bound if name in names]
             if literals := [(path, value) for path, value in values if _fits(value, setting)]:
@@ -286,11 +288,11 @@ class _Files:
 
     def _import_trainer(self, path: Path, call: ast.Call) -> str:
         """Write the imports of this project's Trainer and ``MixedPrecision``, and return a note."""
-        scopes: list[Any] = [one for one in ast.walk(self._trees[path]) if isinstance(one, ast.FunctionDef)]
-        scopes = [self._trees[path], *(one for one in scopes if one.lineno <= call.lineno <= (one.end_lineno or 0))]
-        statements = [one for scope in scopes for one in scope.body if isinstance(one, (ast.Import, ast.ImportFrom))]
-        theirs = [one for one in statements if _packages_of(one) & {*_PACKAGES}]
-        ours = [alias.name for one in statements if "trainer" in _packages_of(one) for alias in one.names]
+        scopes: list[Any] = [node for node in ast.walk(self._trees[path]) if isinstance(node, ast.FunctionDef)]
+        scopes = [self._trees[path], *(node for node in scopes if node.lineno <= call.lineno <= (node.end_lineno or 0))]
+        statements = [node for scope in scopes for node in scope.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        theirs = [node for node in statements if _packages_of(node) & {*_PACKAGES}]
+        ours = [alias.name for node in statements if "trainer" in _packages_of(node) for alias in node.names]
         if "Trainer" not in ours:
             if not theirs or _last_name(call.func) != "Trainer":
                 raise _NoDiffError(f"{ast.unparse(call.func)} in {place(f'{path}', call.lineno)} is not Lightning's")
@@ -298,10 +300,10 @@ class _Files:
                 self._replace(path, call.func, "Trainer")
         lines = [] if "Trainer" in ours else ["from trainer import Trainer"]
         lines += [] if "MixedPrecision" in ours else ["from trainer.precision import MixedPrecision"]
-        anchor = max(theirs or statements, key=lambda one: one.lineno)
+        anchor = max(theirs or statements, key=lambda node: node.lineno)
         end, indent = self._span(path, anchor)[1], f"\n{' ' * anchor.col_offset}"
         self._edit(path, (end, end), "".join(f"{indent}{line}" for line in lines))
-        if first := [one for one in theirs if "pytorch_lightning" in _packages_of(one)]:
+        if first := [node for node in theirs if "pytorch_lightning" in _packages_of(node)]:
             start = self._span(path, first[0])[0]
             self._edit(path, (start, start), f"import trainer.pytorch_lightning\n{' ' * first[0].col_offset}")
         if "Trainer" in ours:
@@ -357,7 +359,7 @@ def _fits(value: ast.expr, setting: Setting) -> bool:
 def _bound(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Yield the names that a node binds, with their values: arguments, defaults, entries of dicts, assignments."""
     if isinstance(node, ast.Call):
-        flags = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        flags = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         for keyword in node.keywords:
             names = flags if _last_name(node.func) == "add_argument" and keyword.arg == "default" else [keyword.arg]
             yield from ((name.lstrip("-").replace("-", "_"), keyword.value) for name in names if name)
@@ -388,12 +390,14 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _names_in(value: ast.expr) -> set[str]:
-    texts = {one.value for one in ast.walk(value) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
-    return texts | {name for one in ast.walk(value) if isinstance(one, ast.expr) and (name := _last_name(one))}
+    texts = {node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return texts | {name for node in ast.walk(value) if isinstance(node, ast.expr) and (name := _last_name(node))}
 
 
 def _packages_of(statement: ast.Import | ast.ImportFrom) -> set[str]:
-    names = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [one.name for one in statement.names]
+    names = (
+        [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [alias.name for alias in statement.names]
+    )
     return {name.partition(".")[0] for name in names}
 
 
@@ -411,7 +415,7 @@ def try_steps(run: RunState, case: Case, report: Diagnosis) -> None:
     with ExitStack() as stack:
         for change in report.changes:
             if isinstance(change, Change):
-                stack.enter_context(change.applied({type(part) for part in run.module.modules()}))
+                stack.enter_context(change.applied({type(submodule) for submodule in run.module.modules()}))
             elif isinstance(change, Removal):
                 variant = variant._replace(own_autocast=False)
             elif change.owner == "optimizer":

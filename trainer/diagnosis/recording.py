@@ -62,10 +62,10 @@ def _copy(batch: Any) -> Any:
     """Return a batch with copies of its tensors."""
     if type(batch) not in (list, tuple):
         return apply_to_collection(batch, Tensor, torch.clone, allow_frozen=True)
-    for part in batch:  # the usual case takes a fourth of the calls
-        if type(part) is not Tensor:
+    for item in batch:  # the usual case takes a fourth of the calls
+        if type(item) is not Tensor:
             return apply_to_collection(batch, Tensor, torch.clone, allow_frozen=True)
-    return type(batch)([part.clone() for part in batch])
+    return type(batch)([item.clone() for item in batch])
 
 
 class RecordedBatch(NamedTuple):
@@ -214,14 +214,14 @@ class Evidence:
     def batches_of(self, step: int) -> list[RecordedBatch]:
         """Return the recent batches of this step. A batch with several steps is recorded with its first step."""
         recent = self.batches()
-        first = max((one.step for one in recent if one.step <= step), default=step)
+        first = max((recorded.step for recorded in recent if recorded.step <= step), default=step)
         return [recorded for recorded in recent if recorded.step == first]
 
 
 def _to_read(loss: Tensor) -> Tensor:
     """Return a loss as a tensor with one element, to read later."""
-    own = snapshot_loss(loss)
-    return own if own.numel() == 1 else own.sum()  # several, as in `manual_backward(outputs, gradient=...)`
+    value = snapshot_loss(loss)
+    return value if value.numel() == 1 else value.sum()  # several, as in `manual_backward(outputs, gradient=...)`
 
 
 class Recorder:
