@@ -236,7 +236,7 @@ _NO_MEMORY = re.compile(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device or the host has run out of memory. Imports no torch."""
-    named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
+    named = any(cls.__name__ in ("OutOfMemoryError", "MemoryError") for cls in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 

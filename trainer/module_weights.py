@@ -79,9 +79,9 @@ class LoadedWeights:
         elif in_module:
             lines.append(f"Names in the module start with {in_module!r}, those of the file do not.")
         if self.converted:
-            lines.append(f"Converted: {', '.join(f'{count} from {kind}' for kind, count in self.converted.items())}.")
+            lines.append(f"Converted: {', '.join(f'{count} from {cast}' for cast, count in self.converted.items())}.")
         if self.differing:
-            shown = [f"{name} is {kind}" for name, kind in self.differing.items()]
+            shown = [f"{name} is {difference}" for name, difference in self.differing.items()]
             lines.append(f"Left as they were, because they differ: {join_first(shown, _MAX_NAMES, '; ')}.")
         if self.missing:
             names = join_first(self.missing, _MAX_NAMES)
@@ -189,10 +189,10 @@ def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict
     ways = Counter({("", ""): sum(name in in_file for name in in_module)})  # the first one wins a tie
     ways.update((start, "") for name in in_file for start, rest in _prefix_splits(name) if rest in in_module)
     ways.update(("", start) for name in in_module for start, rest in _prefix_splits(name) if rest in in_file)
-    parts, own = _parts(in_file), _parts(in_module)
-    for before, behind in product(parts, own):
-        common = len(parts[before] & own[behind])
-        if 2 * common >= max(len(parts[before]), len(own[behind])) and before != behind:
+    parts_in_file, parts_in_module = _parts(in_file), _parts(in_module)
+    for before, behind in product(parts_in_file, parts_in_module):
+        common = len(parts_in_file[before] & parts_in_module[behind])
+        if 2 * common >= max(len(parts_in_file[before]), len(parts_in_module[behind])) and before != behind:
             ways[before, behind] = common
     (before, behind), _ = ways.most_common(1)[0]
     pairs = {

@@ -250,8 +250,8 @@ class Preparation:
         callbacks = callbacks or build_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         if not self._module.automatic_optimization:
             return None, 2.0  # the module clips the gradients itself
-        if (own := self.hooks.override_of("configure_gradient_clipping")) is not None:
-            return partial(_clip_by_module, own, trainer), 2.0
+        if (override := self.hooks.override_of("configure_gradient_clipping")) is not None:
+            return partial(_clip_by_module, override, trainer), 2.0
         if not callbacks:
             return None, 2.0
         clippers: list[Clip] = [partial(callback.clip, self._engine.gradients) for callback in callbacks]
@@ -391,15 +391,15 @@ class Preparation:
         convert = engine.precision.convert_batch if overrides(engine.precision, "convert_batch") else None
 
         def hook(name: str) -> Hook | None:
-            own = self._data.transfer_hook(name)
-            if own is not None and self._profiling is not None:
-                own = self._profiling.hook(getattr(own, "__self__", self._module), name, own)
-            return None if own is None else Hook(name, scope, module=own)
+            method = self._data.transfer_hook(name)
+            if method is not None and self._profiling is not None:
+                method = self._profiling.hook(getattr(method, "__self__", self._module), name, method)
+            return None if method is None else Hook(name, scope, module=method)
 
         transfer: Callable[..., Any] | None = hook("transfer_batch_to_device")
         after = hook("on_after_batch_transfer")
-        if (own := engine.override_of("batch_to_device")) is not None:  # it calls both hooks itself
-            transfer, after = lambda batch, _, index: own(batch, dataloader_idx=index), None
+        if (override := engine.override_of("batch_to_device")) is not None:  # it calls both hooks itself
+            transfer, after = lambda batch, _, index: override(batch, dataloader_idx=index), None
         if (prefetching := self._data.prefetching) is not None:
             move, transfer = prefetching.around(move), None if transfer is None else prefetching.around(transfer)
         return Transfer(engine.device, convert, move, hook("on_before_batch_transfer"), transfer, after)
@@ -449,10 +449,10 @@ def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bo
 
 def _module_with_collectives(module: nn.Module) -> str | None:
     """Return a part of the module that synchronizes the processes in each training batch. None if no part does."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm) and part.training:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.SyncBatchNorm) and submodule.training:
             return f"{name!r}, which is a SyncBatchNorm,"
-        if isinstance(part, Metric) and part.dist_sync_on_step:
+        if isinstance(submodule, Metric) and submodule.dist_sync_on_step:
             return f"The metric {name!r}, with dist_sync_on_step=True,"
     return None
 

@@ -64,10 +64,10 @@ class _AliasFinder(MetaPathFinder):
         for second, first in self._first.items():
             if fullname == second or fullname.startswith(f"{second}."):
                 name = first + fullname[len(second) :]
-                if (found := _locate(name)) is None:
+                if (original := _locate(name)) is None:
                     return None
-                spec = ModuleSpec(fullname, _AliasLoader(name), origin=found.origin)
-                spec.submodule_search_locations = found.submodule_search_locations
+                spec = ModuleSpec(fullname, _AliasLoader(name), origin=original.origin)
+                spec.submodule_search_locations = original.submodule_search_locations
                 return spec
         return None
 
@@ -78,12 +78,12 @@ class _ImportOnUnpickle:
 
 def _locate(name: str) -> ModuleSpec | None:
     """Return the spec of a module. Imports nothing, while ``importlib.util.find_spec`` imports its parent packages."""
-    path, *parts = name.split(".")
+    path, *words = name.split(".")
     spec = importlib.util.find_spec(path)
-    for part in parts:
+    for word in words:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        path = f"{path}.{part}"
+        path = f"{path}.{word}"
         spec = PathFinder.find_spec(path, spec.submodule_search_locations)
     return spec
 

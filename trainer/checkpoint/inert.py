@@ -53,12 +53,12 @@ class StandIn(metaclass=_StandInType):
     """Replaces an object among the hyperparameters of a checkpoint, or its class. The object was not created."""
 
     stands_for: ClassVar[str] = "nested class or its object"
-    made: ClassVar[Any] = None
+    factory: ClassVar[Any] = None
     """Function that makes the value that a call of this class returns. Default: None, for an object of this class."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         """Ignore the arguments of the object's constructor."""
-        return object.__new__(cls) if cls.made is None else cls.made()
+        return object.__new__(cls) if cls.factory is None else cls.factory()
 
     @classmethod
     def __setstate__(cls, state: Any) -> None:
@@ -75,7 +75,7 @@ class _ObjectCall:
     """In an outline: an object that the file would create by calling a name. It records all arguments."""
 
     names: ClassVar[tuple[str, ...]] = ()
-    made: ClassVar[Any] = None
+    factory: ClassVar[Any] = None
     """Makes the list or dict that torch requires if the file appends to the object, or sets its items."""
 
     parts: list[Any]
@@ -89,11 +89,11 @@ class _ObjectCall:
         self.parts.append(state)
 
     def append(self, item: Any) -> None:
-        type(self).made = list
+        type(self).factory = list
         self.parts.append(item)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        type(self).made = OrderedDict
+        type(self).factory = OrderedDict
         self.parts.append((key, value))
 
 
@@ -138,7 +138,7 @@ class _Outline:
         """Return arguments for `torch.serialization.safe_globals`, without names that the user has registered."""
         declared = declared_safe()
         stand_ins = [
-            (type("StandIn", (StandIn,), {"stands_for": name, "made": call.made}), name)
+            (type("StandIn", (StandIn,), {"stands_for": name, "factory": call.factory}), name)
             for call in self._calls
             for name in dict.fromkeys(call.names)
             if name not in declared

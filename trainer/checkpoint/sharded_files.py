@@ -337,7 +337,7 @@ def _sizes(url: str) -> dict[str, int]:
     """Return the sizes of files and folders in a folder, by name; {} if it does not exist."""
     system, place = _located(url)
     with suppress(FileNotFoundError):
-        sizes = {one["name"].rstrip("/"): int(one["size"]) for one in system.ls(place, detail=True)}
+        sizes = {entry["name"].rstrip("/"): int(entry["size"]) for entry in system.ls(place, detail=True)}
         sizes.pop(place, None)  # some programs store an empty file for a folder
         return {name.rpartition("/")[2]: size for name, size in sizes.items()}
     return {}

@@ -203,8 +203,8 @@ def write(
     rank, is_alone = (0, True) if group is None else (distributed.get_rank(group), False)
     temporary: Any = _call_on_first(group, lambda: _make_temporary_folder(place))
     try:
-        kind: type[FileSystemWriter] = FileSystemWriter if isinstance(temporary, Path) else FsspecWriter
-        writer = kind(temporary, sync_files=False)
+        cls: type[FileSystemWriter] = FileSystemWriter if isinstance(temporary, Path) else FsspecWriter
+        writer = cls(temporary, sync_files=False)
         files: Any = _HashingFileSystem(writer.fs)
         writer.fs = files
         if save is not None:

@@ -77,8 +77,8 @@ def nodes_started(plugins: Iterable[Any]) -> int:
         plugins: the plugins of the Trainer; a cluster environment among them determines the launcher.
     """
     given = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
-    found = (kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect())
-    environment = next(iter(given), None) or next(found, None)
+    detected = (cls() for cls in (TorchElasticEnvironment, SLURMEnvironment) if cls.detect())
+    environment = next(iter(given), None) or next(detected, None)
     started = _launched_processes(environment)
     return 1 if started is None else started.nodes or 1
 
@@ -219,11 +219,11 @@ def check_shared(collectives: Collectives, look: Callable[[], Any], subject: str
         ClusterError: on all processes, if the results still differ.
     """
     expected, end = collectives.broadcast(look()), time.monotonic() + _FILE_TIMEOUT
-    while (found := look()) != expected and time.monotonic() < end:
+    while (result := look()) != expected and time.monotonic() < end:
         time.sleep(0.1)
-    if not collectives.any_rank(found != expected):
+    if not collectives.any_rank(result != expected):
         return
-    places = collectives.gather((socket.gethostname(), found == expected))
+    places = collectives.gather((socket.gethostname(), result == expected))
     missing = ", ".join(f"rank {rank} on {host}" for rank, (host, is_same) in enumerate(places) if not is_same)
     missing = collectives.broadcast(missing)  # only rank 0 has gathered
     raise ClusterError(

@@ -193,9 +193,9 @@ class Collectives:
 
         with Session() as session:
             session.replace(self._strategy, "all_gather", all_gather_tensor)
-            for part in module.modules():
-                if isinstance(part, LightningModule):
-                    session.replace(part, "all_gather", partial(all_gather, part.all_gather))
+            for submodule in module.modules():
+                if isinstance(submodule, LightningModule):
+                    session.replace(submodule, "all_gather", partial(all_gather, submodule.all_gather))
             yield
 
     def async_max(self, count: int, purpose: str) -> AsyncMax | None:

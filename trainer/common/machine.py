@@ -234,15 +234,15 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
         if number != "0" and controller not in controllers.split(","):
             continue
         base = top if number == "0" else top / controller
-        own = base / path.lstrip("/")
+        group = base / path.lstrip("/")
         # in a container, `path` is often the host's and does not exist here; the group of the container is then `base`
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir())
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base) and folder.is_dir())
 
 
 def _cached(folder: Path) -> int:
     """Return the bytes of cached files in a control group, which the system drops if it needs memory."""
-    found = dict(line.split()[:2] for line in _read_lines(folder / "memory.stat") if len(line.split()) == 2)
-    return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
+    counters = dict(line.split()[:2] for line in _read_lines(folder / "memory.stat") if len(line.split()) == 2)
+    return int(counters.get("total_inactive_file", counters.get("inactive_file", "0")))
 
 
 def _network_file_system(folder: Path, mounts: Path) -> str | None:

@@ -22,9 +22,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 def bytes_of(tensor: Tensor) -> Any:
     """Return the bytes of the elements of a dense tensor as a NumPy array. Synchronizes with the device."""
-    own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    contiguous = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # a contiguous tensor of one element may have any stride, but a view with another dtype needs a stride of 1
-    return own.as_strided((own.numel(),), (1,)).view(torch.uint8).numpy()
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def is_measurable(tensor: Tensor) -> bool:
@@ -50,12 +50,12 @@ class OwnedTensor(NamedTuple):
 
 
 def owned_tensors(
-    root: nn.Module, kinds: Sequence[str] = ("named_parameters", "named_buffers")
+    root: nn.Module, methods: Sequence[str] = ("named_parameters", "named_buffers")
 ) -> Iterator[OwnedTensor]:
     """Yield each parameter and buffer, once for each owner. The owners may be changed during the iteration."""
     for path, owner in root.named_modules():
-        for kind in kinds:
-            for name, tensor in list(getattr(owner, kind)(recurse=False, remove_duplicate=False)):
+        for method in methods:
+            for name, tensor in list(getattr(owner, method)(recurse=False, remove_duplicate=False)):
                 yield OwnedTensor(path, owner, name, tensor)
 
 
@@ -71,19 +71,19 @@ def owned_buffers(root: nn.Module) -> Iterator[OwnedTensor]:
 
 def modules_by_name(root: nn.Module) -> dict[str, nn.Module]:
     """Return the submodules by `plain_name`. A wrapped module replaces its wrapper, which has the same name."""
-    return {plain_name(path): part for path, part in root.named_modules(remove_duplicate=False)}
+    return {plain_name(path): module for path, module in root.named_modules(remove_duplicate=False)}
 
 
 def all_modules(*modules: nn.Module) -> set[nn.Module]:
     """Return the modules and all of their submodules."""
-    return {part for module in modules for part in module.modules()}
+    return {submodule for module in modules for submodule in module.modules()}
 
 
 def plain_name(path: str) -> str:
     """Return a name from ``named_modules()`` without the names of wrappers around modules."""
     if not any(wrapper in path for wrapper in _WRAPPERS):  # the common case, in a quarter of the time
         return path
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+    return ".".join(word for word in path.split(".") if word not in _WRAPPERS)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

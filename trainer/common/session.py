@@ -37,10 +37,10 @@ class Session(ExitStack):
             name: name of the method.
             function: called without ``owner``.
         """
-        own = vars(owner)
-        before = own.get(name, _NOTHING)
-        own[name] = function
-        self.callback(_restore, own, name, function, before)
+        attributes = vars(owner)
+        before = attributes.get(name, _NOTHING)
+        attributes[name] = function
+        self.callback(_restore, attributes, name, function, before)
 
     def watch_steps(
         self,
@@ -63,7 +63,7 @@ class Session(ExitStack):
 
 
 def _call_for(optimizers: Callable[[], Iterable[Optimizer]], function: Callable[..., object], *step: Any) -> None:
-    if any(step[0] is one for one in optimizers()):
+    if any(step[0] is optimizer for optimizer in optimizers()):
         function(*step)
 
 
@@ -87,10 +87,10 @@ def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _restore(own: dict[str, Any], name: str, function: Callable[..., Any], before: Any) -> None:
-    if own.get(name) is not function:
+def _restore(attributes: dict[str, Any], name: str, function: Callable[..., Any], before: Any) -> None:
+    if attributes.get(name) is not function:
         return
     if before is _NOTHING:
-        del own[name]
+        del attributes[name]
     else:
-        own[name] = before
+        attributes[name] = before

@@ -89,7 +89,7 @@ def find_cure(run: RunState, batches: Sequence[RecordedBatch], finding: Finding)
     if not is_cured(latest, Variant()) or (wide is not None and all(_is_covered(name, chosen) for name in leaves)):
         return wide
     for name in list(chosen):  # drop those that are not needed
-        rest = tuple(one for one in chosen if one != name)
+        rest = tuple(other for other in chosen if other != name)
         if rest and tried(Variant(modules=rest)):
             chosen.remove(name)
     patterns = tuple(dict.fromkeys(_with_siblings(name, named) for name in chosen))
@@ -115,9 +115,11 @@ def _counts(run: RunState, batches: Sequence[RecordedBatch], scale: float, dtype
         return int((values >= floor).sum()) * (floor > 0)
 
     passes = replay(run, batches, lambda loss, watched: backward(loss, scale, watched, count), Variant(dtype))
-    own = [counts for batch in passes for counts in batch]
-    counts_by_batch = [counts for one in engine.collectives.broadcast(engine.collectives.gather(own)) for counts in one]
-    return {name: sum(one.get(name, 0) for one in counts_by_batch) for counts in counts_by_batch for name in counts}
+    local = [counts for batch in passes for counts in batch]
+    counts_by_batch = [
+        counts for process in engine.collectives.broadcast(engine.collectives.gather(local)) for counts in process
+    ]
+    return {name: sum(batch.get(name, 0) for batch in counts_by_batch) for counts in counts_by_batch for name in counts}
 
 
 def largest_update(run: RunState, batches: Sequence[RecordedBatch]) -> float:
@@ -468,15 +470,15 @@ class Setting(NamedTuple):
         return self.text
 
 
-def precision(own: Precision, **settings: Any) -> Setting:
+def precision(current: Precision, **settings: Any) -> Setting:
     """Return the argument that adds these settings to the run's `MixedPrecision`."""
     given = {}
-    for name, parameter in list(inspect.signature(type(own).__init__).parameters.items())[2:]:
-        if getattr(own, name, parameter.default) != parameter.default and name != "loss_scaling":
-            given[name] = getattr(own, name)
+    for name, parameter in list(inspect.signature(type(current).__init__).parameters.items())[2:]:
+        if getattr(current, name, parameter.default) != parameter.default and name != "loss_scaling":
+            given[name] = getattr(current, name)
     given |= settings
     words = ", ".join(f"{name}={list(value) if isinstance(value, tuple) else value!r}" for name, value in given.items())
-    dtype = str(own.dtype).removeprefix("torch.")
+    dtype = str(current.dtype).removeprefix("torch.")
     code = f"MixedPrecision({dtype!r}, {words})"
     overrides = " ".join(shlex.quote(f"precision.{name}={_yaml(value)}") for name, value in settings.items())
     return Setting(
@@ -511,7 +513,7 @@ def _yaml(value: Any) -> str:
 
 
 def _is_covered(name: str, chosen: Sequence[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in chosen)
+    return any(name == module or name.startswith(f"{module}.") for module in chosen)
 
 
 def _with_siblings(name: str, named: Mapping[str, Any]) -> str:
@@ -519,6 +521,6 @@ def _with_siblings(name: str, named: Mapping[str, Any]) -> str:
     parts = name.split(".")
     for index, word in enumerate(parts[:-1]):
         others = [".".join([*parts[:index], other, *parts[index + 1 :]]) for other in map(str, range(64))]
-        if word.isdigit() and sum(type(named.get(one)) is type(named[name]) for one in others) > 1:
+        if word.isdigit() and sum(type(named.get(other)) is type(named[name]) for other in others) > 1:
             parts[index] = "*"
     return ".".join(parts)

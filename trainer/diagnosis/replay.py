@@ -85,7 +85,9 @@ class Variant(NamedTuple):
     def changed(self, batch: Any) -> Any:
         """Return the batch in float32 if ``is_wide``, without the samples to leave out."""
         if self.is_wide:
-            batch = apply_to_collection(batch, Tensor, lambda one: one.float() if one.dtype in _HALF else one)
+            batch = apply_to_collection(
+                batch, Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor
+            )
         if not self.without:
             return batch
         rest = [index for index in range(batch_size(batch)) if index not in self.without]
@@ -106,17 +108,19 @@ class _Widen(TorchFunctionMode):
 @contextmanager
 def _wide_weights(module: nn.Module) -> Iterator[None]:
     """Convert 16-bit parameters and buffers to float32 in this context. Their gradients become 16-bit at its end."""
-    narrow = [one for one in (*module.parameters(), *module.buffers()) if one.dtype in _HALF and is_dense(one)]
-    values = [one.data for one in narrow]
-    for one in narrow:
-        one.data = one.data.float()
+    narrow = [
+        tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.dtype in _HALF and is_dense(tensor)
+    ]
+    values = [tensor.data for tensor in narrow]
+    for tensor in narrow:
+        tensor.data = tensor.data.float()
     try:
         yield
     finally:
-        for one, value in zip(narrow, values, strict=True):
-            gradient, one.grad = one.grad, None
-            one.data = value
-            one.grad = None if gradient is None else gradient.to(value.dtype)
+        for tensor, value in zip(narrow, values, strict=True):
+            gradient, tensor.grad = tensor.grad, None
+            tensor.data = value
+            tensor.grad = None if gradient is None else gradient.to(value.dtype)
 
 
 def _widened_dtype(value: Any) -> Any:
@@ -136,7 +140,9 @@ def own_autocast(*, is_ignored: bool = False) -> Iterator[list[tuple[str, int]]]
         device = context.device
         before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         entered = enter(context)  # type: ignore[no-untyped-call]
-        frame = next(one for one, _ in walk_stack(currentframe()) if not one.f_code.co_filename.endswith(_WRAPPERS))
+        frame = next(
+            frame for frame, _ in walk_stack(currentframe()) if not frame.f_code.co_filename.endswith(_WRAPPERS)
+        )
         file, is_half = frame.f_code.co_filename, torch.get_autocast_dtype(device) in _HALF
         if torch.is_autocast_enabled(device) and is_half and not is_frameworks_file(file):
             places.append((file, frame.f_lineno))
@@ -284,9 +290,9 @@ def run_batch(
 
 def silence(module: nn.Module) -> None:
     """Make ``self.log`` a no-op in the module and its submodules until `undisturbed` ends."""
-    for part in module.modules():
-        if isinstance(part, LightningModule):
-            vars(part).update(log=_nothing, log_dict=_nothing)
+    for submodule in module.modules():
+        if isinstance(submodule, LightningModule):
+            vars(submodule).update(log=_nothing, log_dict=_nothing)
 
 
 def replay(

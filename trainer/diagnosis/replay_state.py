@@ -69,9 +69,9 @@ class ObjectState:
                 content = None
                 if (is_owner := isinstance(value, _OWNERS)) or _is_users(value):
                     value, content = vars(value), dict(vars(value))
-                    for name, one in content.items():
+                    for name, attribute in content.items():
                         holds = is_owner and name in _HOLD_TENSORS
-                        waiting.append((one, inf if is_owner else _MAX_ELEMENTS, inf if holds else 0))
+                        waiting.append((attribute, inf if is_owner else _MAX_ELEMENTS, inf if holds else 0))
             if content is not None:
                 self._contents.append((value, content))
 
@@ -136,4 +136,4 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 def _identities(container: Any) -> list[int]:
     """Return the identities of the items of a container, in order; of a dict, the keys, then the values."""
-    return [id(one) for one in ([*container, *container.values()] if isinstance(container, dict) else container)]
+    return [id(item) for item in ([*container, *container.values()] if isinstance(container, dict) else container)]

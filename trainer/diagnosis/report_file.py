@@ -87,8 +87,8 @@ class Diagnosis:
         """Return the report for a file."""
         rows = "\n".join(f"| {label} | {value} |" for label, value in self.rows())
         advice = [f"- {line.strip()}" for line in self.lines()[2:]]
-        parts = [f"# Verdict: {TITLES[self.kind]} (step {self.step})", self.cause, "\n".join(advice)]
-        return "\n\n".join([part for part in parts if part] + [f"| | |\n|---|---|\n{rows}\n"])
+        paragraphs = [f"# Verdict: {TITLES[self.kind]} (step {self.step})", self.cause, "\n".join(advice)]
+        return "\n\n".join([paragraph for paragraph in paragraphs if paragraph] + [f"| | |\n|---|---|\n{rows}\n"])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the JSON file, which ``docs/debugging-overflow.md`` describes."""
@@ -154,9 +154,9 @@ class Diagnosis:
 def _plain(value: Any) -> Any:
     """Return nested mappings and sequences as JSON has them: numbers that are not finite are text."""
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -79,7 +79,7 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         """Return the edits as text: "in FILE:LINE write: STATEMENT". In a notebook, the line of the cell is given."""
-        return "in " + "; and in ".join(f"{place(self.file, one.lineno)} write: {new}" for one, new in self.replaced())
+        return "in " + "; and in ".join(f"{place(self.file, old.lineno)} write: {new}" for old, new in self.replaced())
 
     def replaced(self) -> list[tuple[ast.stmt, str]]:
         """Return each statement that changes, and the new one."""
@@ -97,8 +97,8 @@ class Change(NamedTuple):
             for line, transformer in self.edits:
                 if statement.lineno == line:
                     transformer.visit(statement)
-                    for part in ast.walk(statement):
-                        ast.copy_location(part, statement)
+                    for node in ast.walk(statement):
+                        ast.copy_location(node, statement)
         return statements
 
     @contextmanager
@@ -113,15 +113,15 @@ class Change(NamedTuple):
         wanted = {line for line, _ in self.edits}
         codes = [c for c in _codes_in(compile(tree, self.file, "exec")) if wanted & {n for *_, n in c.co_lines()}]
         by_key = {_key(code): code for code in codes}
-        functions = [one for one in _functions_of(self.file, owners) if _key(one.__code__) in by_key]
+        functions = [function for function in _functions_of(self.file, owners) if _key(function.__code__) in by_key]
         before = [function.__code__ for function in functions]
         try:
             for function in functions:
                 function.__code__ = by_key[_key(function.__code__)]
             yield wanted <= {n for function in functions for *_, n in function.__code__.co_lines()}
         finally:
-            for function, own in zip(functions, before, strict=True):
-                function.__code__ = own
+            for function, code in zip(functions, before, strict=True):
+                function.__code__ = code
 
 
 class Removal(NamedTuple):
@@ -156,8 +156,8 @@ def widen(origin: Origin) -> Iterator[Change]:
     Statements up to the line of the operation come first, from the nearest.
     """
     file = origin.file
-    casts = [change for one in _statements(_parse_file(file)) for change in _changed(file, one, _Widen())]
-    yield from sorted(casts, key=lambda one: (one.edits[0][0] > origin.line, abs(one.edits[0][0] - origin.line)))[:8]
+    casts = [change for statement in _statements(_parse_file(file)) for change in _changed(file, statement, _Widen())]
+    yield from sorted(casts, key=lambda cast: (cast.edits[0][0] > origin.line, abs(cast.edits[0][0] - origin.line)))[:8]
 
 
 def _parse_file(file: str) -> ast.Module:
@@ -170,9 +170,9 @@ def _parse_file(file: str) -> ast.Module:
 def _statements(tree: ast.Module) -> list[ast.stmt]:
     """Return the statements that contain no other statement."""
     return [
-        one
-        for one in ast.walk(tree)
-        if isinstance(one, ast.stmt) and not hasattr(one, "body") and not isinstance(one, ast.Match)
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and not isinstance(node, ast.Match)
     ]
 
 
@@ -275,16 +275,18 @@ class _Guard(ast.NodeTransformer):
             node.args[-1] = self._divisor(node.args[-1])
         elif called in _ARGUMENTS:
             name, value = _ARGUMENTS[called]
-            keywords = [one for one in node.keywords if one.arg not in (name, "unbiased")]
+            keywords = [keyword for keyword in node.keywords if keyword.arg not in (name, "unbiased")]
             node.keywords = [*keywords, ast.keyword(name, ast.Constant(value))]
         elif called == "mean" and not node.args and not given and owner is not None:
             return _expression("({0}).sum() / max(({0}).numel(), 1)".format(ast.unparse(owner)))
         elif called in _MEAN_LOSSES and len(node.args) > 1 and "reduction" not in given:
             second = ast.unparse(node.args[1])
-            ignored = next((ast.unparse(one.value) for one in node.keywords if one.arg == "ignore_index"), "-100")
+            ignored = next(
+                (ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "ignore_index"), "-100"
+            )
             has_labels = called == "cross_entropy"
             number = f"({second} != {ignored}).sum().clamp(min=1)" if has_labels else f"max({second}.numel(), 1)"
-            if weight := next((ast.unparse(one.value) for one in node.keywords if one.arg == "weight"), ""):
+            if weight := next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "weight"), ""):
                 number = f"{weight}[{second}].sum().clamp(min=1e-6)"
             node.keywords.append(ast.keyword("reduction", ast.Constant("sum")))
             return _expression(f"{ast.unparse(node)} / {number}")
@@ -324,11 +326,15 @@ def _key(code: CodeType) -> tuple[Any, ...]:
 def _functions_of(file: str, owners: Iterable[type]) -> list[FunctionType]:
     spaces: list[Mapping[str, Any]] = [vars(cls) for owner in owners for cls in owner.__mro__]
     modules = [vars(module) for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file]
-    classes = [vars(one) for module in modules for one in list(module.values()) if isinstance(one, type)]
+    classes = [vars(item) for module in modules for item in list(module.values()) if isinstance(item, type)]
     spaces += [*modules, *classes]
-    values = [getattr(one, "__func__", one) for space in spaces for one in list(space.values())]  # of static methods
+    values = [getattr(item, "__func__", item) for space in spaces for item in list(space.values())]  # of static methods
     functions = [value for value in values if isinstance(value, FunctionType)]
-    return [one for one in {id(one): one for one in functions}.values() if one.__code__.co_filename == file]
+    return [
+        function
+        for function in {id(function): function for function in functions}.values()
+        if function.__code__.co_filename == file
+    ]
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:

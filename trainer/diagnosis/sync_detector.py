@@ -168,7 +168,7 @@ class SyncDetector(RunCallback):
 
     def _report(self, trainer: pl.Trainer) -> None:
         self._clean_up(trainer)
-        self.synchronizations = sorted(self._found.values(), key=lambda one: -one.count)
+        self.synchronizations = sorted(self._found.values(), key=lambda sync: -sync.count)
         if self.synchronizations and trainer.is_global_zero:
             heading = f"These lines synchronize host and GPU (counts in {counted(self.watched, 'step')}):"
             log.info("\n  ".join([heading, *format_synchronizations(self.synchronizations)]))

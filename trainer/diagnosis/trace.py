@@ -134,10 +134,10 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self._part = part
         self._root = module
-        self._names = {id(one): plain_name(name) for name, one in module.named_modules()}
-        self._kinds = {plain_name(name): plain_class(one).__name__ for name, one in module.named_modules()}
+        self._names = {id(submodule): plain_name(name) for name, submodule in module.named_modules()}
+        self._kinds = {plain_name(name): plain_class(submodule).__name__ for name, submodule in module.named_modules()}
         self._open: list[str] = []  # names of modules in their forward
-        self._found = {one: _FirstNonfinite() for one in ("forward", "without gradient", "backward")}
+        self._found = {phase: _FirstNonfinite() for phase in ("forward", "without gradient", "backward")}
         self.backward: Origin | None = None
         self.is_on = True
         self._is_backward = False
@@ -158,9 +158,9 @@ class Trace(TorchFunctionMode):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(error_type, error, trace)  # type: ignore[no-untyped-call]
         self._stack.close()
 
     @property
@@ -182,7 +182,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.is_on:
             return func(*args, **kwargs)
-        given = [one for one in tensors_in((args, list(kwargs.values()))) if one.is_floating_point()]
+        given = [tensor for tensor in tensors_in((args, list(kwargs.values()))) if tensor.is_floating_point()]
         phase = "backward" if self._is_backward else "forward" if torch.is_grad_enabled() else "without gradient"
         first = self._found[phase]
         before = None if first.nan is not None else self._nonfinite_kinds(given)
@@ -216,7 +216,7 @@ class Trace(TorchFunctionMode):
     def _record_origin(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Origin:
         caller = sys._getframe(3)  # noqa: SLF001 - the code that called the operation
         module = self._open[-1] if self._open else ""
-        sources = _modules_behind(one.grad_fn for one in given)
+        sources = _modules_behind(tensor.grad_fn for tensor in given)
         return Origin(
             name,
             "backward" if self._is_backward else "forward",
@@ -256,7 +256,7 @@ class Trace(TorchFunctionMode):
                 stack.callback(node.register_prehook(self._enter_function).remove)
                 stack.callback(node.register_hook(self._leave_function).remove)
             stack.callback(node.register_hook(self._hook(node)).remove)
-            waiting += [(one, tag) for one, _ in node.next_functions]
+            waiting += [(next_node, tag) for next_node, _ in node.next_functions]
         return stack
 
     def _enter_function(self, gradients: Any) -> None:
@@ -271,14 +271,14 @@ class Trace(TorchFunctionMode):
                 return
             grad_output = measure(map(self._part, tensors_in(outputs)))
             grad_input = measure(map(self._part, tensors_in(inputs)))
-            if not any(one is not None and one.not_finite for one in (grad_output, grad_input)):
+            if not any(magnitude is not None and magnitude.not_finite for magnitude in (grad_output, grad_input)):
                 return
             if (inner := self._found["backward"].origin) is not None:  # in the code of a custom autograd function
                 self.backward = inner._replace(module=(name := node.metadata[_MODULE]), kind=self._kinds[name])
                 return
             module, frames = node.metadata[_MODULE], _FRAME.findall("".join(node.metadata.get("traceback_", [])))
             place = _place_in((file, int(line), name) for file, line, name in reversed(frames))
-            sources = _modules_behind(one for one, _ in node.next_functions)
+            sources = _modules_behind(next_node for next_node, _ in node.next_functions)
             self.backward = Origin(
                 node.name().replace("torch::autograd::", ""), "backward", module, self._kinds[module],
                 sources, *place, grad_output, grad_input,
@@ -325,7 +325,7 @@ def _modules_behind(nodes: Iterable[Any]) -> tuple[str, ...]:
         if name := node.metadata.get(_MODULE):
             names[name] = None
         else:
-            waiting += [one for one, _ in node.next_functions]
+            waiting += [next_node for next_node, _ in node.next_functions]
     return tuple(names)
 
 
@@ -346,7 +346,7 @@ def _place_in(frames: Iterable[tuple[str, int, str]]) -> tuple[str, int]:
         frames: file, line and function of each frame, the innermost first.
     """
     of_package = ("", 0)
-    for file, line, _ in takewhile(lambda one: one[::2] != _REPLAY, frames):
+    for file, line, _ in takewhile(lambda frame: frame[::2] != _REPLAY, frames):
         if is_users_file(file):
             return file, line
         if not of_package[0] and not is_frameworks_file(file):
@@ -359,10 +359,10 @@ def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
 
     Synchronizes. A complex tensor counts as a real one of shape (..., 2).
     """
-    values = [one.detach() for one in map(real_view, tensors) if one.is_floating_point() and is_readable(one)]
-    if not (values := [one for one in values if one.numel()]):
+    values = [view.detach() for view in map(real_view, tensors) if view.is_floating_point() and is_readable(view)]
+    if not (values := [value for value in values if value.numel()]):
         return None
-    largest = max(one.where(one.isfinite(), 0.0).abs().max().item() for one in values)
+    largest = max(value.where(value.isfinite(), 0.0).abs().max().item() for value in values)
     broken = [int((~value.isfinite()).sum()) for value in values]
-    dtype = next((one.dtype for one, number in zip(values, broken, strict=True) if number), values[0].dtype)
-    return Magnitude(largest, sum(broken), sum(one.numel() for one in values), str(dtype).removeprefix("torch."))
+    dtype = next((value.dtype for value, number in zip(values, broken, strict=True) if number), values[0].dtype)
+    return Magnitude(largest, sum(broken), sum(value.numel() for value in values), str(dtype).removeprefix("torch."))

@@ -78,9 +78,9 @@ _SOURCE = _METHODS["_run"].__code__.co_filename
 def _find_original(name: str) -> Any:
     """Return Lightning's own method, also if another library has replaced it before this import; None if it is gone."""
 
-    def is_original(one: Any) -> bool:
+    def is_original(value: Any) -> bool:
         place = _SOURCE, f"{LightningTrainer.__qualname__}.{name}"
-        return type(one) is FunctionType and (one.__code__.co_filename, one.__code__.co_qualname) == place
+        return type(value) is FunctionType and (value.__code__.co_filename, value.__code__.co_qualname) == place
 
     current = vars(LightningTrainer)[name]
     return current if is_original(current) else next(filter(is_original, gc.get_objects()), None)
@@ -90,7 +90,7 @@ _ORIGINALS = {name: _find_original(name) for name in ("fit", "validate", "test",
 """The public methods of Lightning's Trainer that ours overrides, and that MLflow, ClearML and others replace."""
 
 
-def replacement_of(trainer: TrainerBase, kind: type, name: str, given: Mapping[str, Any]) -> Callable[[], Any] | None:
+def replacement_of(trainer: TrainerBase, cls: type, name: str, given: Mapping[str, Any]) -> Callable[[], Any] | None:
     """Return a call of the function that another library has set on Lightning's class instead of a method, if any.
 
     Where it calls Lightning's method, that leads back to our method, which then runs. It receives the first argument by
@@ -98,7 +98,7 @@ def replacement_of(trainer: TrainerBase, kind: type, name: str, given: Mapping[s
 
     Args:
         trainer: the Trainer.
-        kind: the class with our method.
+        cls: the class with our method.
         name: the name of the method.
         given: the local variables of our method: its arguments.
     """
@@ -107,15 +107,15 @@ def replacement_of(trainer: TrainerBase, kind: type, name: str, given: Mapping[s
     if is_led_here or vars(LightningTrainer)[name] is original:
         return None
     if original is not None and original.__code__ is not _call_selected.__code__:
-        _lead_to(kind, name, original)
-    parameters = inspect.signature(getattr(kind, name)).parameters
-    defaults = {one: parameters[one].default if one in parameters else None for one in given}  # `weights` is not shown
-    options = {one: value for one, value in given.items() if value is not defaults[one] and one != "self"}
-    first = [options.pop(one) for one in list(parameters)[1:2] if one in options]
+        _lead_to(cls, name, original)
+    parameters = inspect.signature(getattr(cls, name)).parameters
+    defaults = {key: parameters[key].default if key in parameters else None for key in given}  # `weights` is not shown
+    options = {key: value for key, value in given.items() if value is not defaults[key] and key != "self"}
+    first = [options.pop(key) for key in list(parameters)[1:2] if key in options]
     return partial(getattr(super(TrainerBase, trainer), name), *first, **options)
 
 
-def _lead_to(kind: type, name: str, original: Any) -> None:
+def _lead_to(cls: type, name: str, original: Any) -> None:
     """Change Lightning's function, which a replacement may keep anywhere: with one of our Trainers, it calls ours."""
     kept = FunctionType(original.__code__, original.__globals__, name, original.__defaults__)
 
@@ -123,7 +123,7 @@ def _lead_to(kind: type, name: str, original: Any) -> None:
         if not isinstance(trainer, TrainerBase):
             return kept(trainer, *args, **kwargs)
         trainer.led_to = name
-        return getattr(kind, name)(trainer, *args, **kwargs)
+        return getattr(cls, name)(trainer, *args, **kwargs)
 
     original.__signature__ = inspect.signature(original)
     original.__defaults__, original.__kwdefaults__ = None, {"_select": select}

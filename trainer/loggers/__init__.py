@@ -115,8 +115,8 @@ class LoggerAdapter:
     def folder(self) -> str | None:
         """The folder on this machine that the logger writes to, or None."""
         named = (getattr(self.logger, name, None) for name in ("log_dir", "save_dir"))
-        found = next((folder for folder in named if isinstance(folder, str | Path)), "")
-        return str(found) if found and "://" not in str(found) else None
+        path = next((folder for folder in named if isinstance(folder, str | Path)), "")
+        return str(path) if path and "://" not in str(path) else None
 
     @property
     def is_numbered(self) -> bool:
@@ -193,8 +193,8 @@ class TrackerAdapter(LoggerAdapter):
     @property
     def folder(self) -> str | None:
         """The folder of the run's checkpoints, ``SAVE_DIR/NAME/ID``; ``SAVE_DIR`` if the run has no id yet."""
-        found, run = super().folder, self.position()
-        return found if run is None else str(Path(found or "", str(self.logger.name), str(run)))
+        save_dir, run = super().folder, self.position()
+        return save_dir if run is None else str(Path(save_dir or "", str(self.logger.name), str(run)))
 
     def log_settings(self, settings: Mapping[str, Any]) -> str | None:
         """Log the settings, and return the id of the run."""
@@ -211,8 +211,8 @@ def adapter(logger: Any) -> LoggerAdapter:
     """Return the adapter of a logger, from its class or from the closest base class with a registered adapter."""
     _load()
     classes = type.mro(logger.__class__)
-    found = (_ADAPTERS.get(_key(f"{kind.__module__}.{kind.__qualname__}")) for kind in classes)
-    return next((each for each in found if each is not None), LoggerAdapter)(logger)
+    adapters = (_ADAPTERS.get(_key(f"{cls.__module__}.{cls.__qualname__}")) for cls in classes)
+    return next((each for each in adapters if each is not None), LoggerAdapter)(logger)
 
 
 def adapter_class(node: Any) -> type[LoggerAdapter]:

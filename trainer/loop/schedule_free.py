@@ -23,7 +23,11 @@ _COPY = "training_weight"
 
 def schedule_free(optimizers: Iterable[Any]) -> list[Any]:
     """Return the optimizers that have ``train()`` and ``eval()``."""
-    return [one for one in optimizers if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None))]
+    return [
+        optimizer
+        for optimizer in optimizers
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    ]
 
 
 def prepare(wrapped: Any, session: Session) -> None:
@@ -43,7 +47,9 @@ def prepare(wrapped: Any, session: Session) -> None:
 
 def use_averages(optimizers: Iterable[Any]) -> list[Any]:
     """Switch schedule-free optimizers to their averages. Return those that had the training weights until now."""
-    training = [one for one in schedule_free(optimizers) if not any(_COPY in state for state in _states(one))]
+    training = [
+        optimizer for optimizer in schedule_free(optimizers) if not any(_COPY in state for state in _states(optimizer))
+    ]
     for optimizer in training:
         optimizer.eval()
     return training
