@@ -46,7 +46,7 @@ def seconds(time: Any) -> float | None:
     """Return a time in seconds, from ``"DD:HH:MM:SS"``, a mapping of units or a timedelta. None for any other value."""
     if isinstance(time, str):
         parts = time.split(":")
-        if len(parts) != 4 or not all(part.strip().isdecimal() for part in parts):
+        if len(parts) != 4 or not all(number.strip().isdecimal() for number in parts):
             return None
         time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True))
     if isinstance(time, Mapping):
@@ -87,7 +87,7 @@ def _is_object(value: Any) -> bool:
 
 def _is_devices(value: Any) -> bool:
     if isinstance(value, str):  # "2," is a list of one index, as in Lightning
-        return all(part.strip().lstrip("-").isdigit() for part in value.rstrip(", ").split(","))
+        return all(index.strip().lstrip("-").isdigit() for index in value.rstrip(", ").split(","))
     if isinstance(value, (list, tuple)):
         return 0 < len(value) == len(set(map(str, value))) and all(_is_whole(index) and index >= 0 for index in value)
     return _is_whole(value) and (value >= 1 or value == -1)
@@ -193,7 +193,7 @@ class Argument:
     @property
     def choices(self) -> list[str]:
         """The words that the argument accepts."""
-        return [describe(one) for one in self.accepts if not isinstance(one, Kind) and one is not None]
+        return [describe(choice) for choice in self.accepts if not isinstance(choice, Kind) and choice is not None]
 
     @property
     def expected(self) -> str:
@@ -231,7 +231,7 @@ class Argument:
 
     def _expected(self, value: Any, registered: Collection[str]) -> str | None:
         """Return the expected values if ``value`` is not accepted, otherwise None."""
-        if not self.accepts or any(_equals(value, one) for one in (*self.accepts, *registered)):
+        if not self.accepts or any(_equals(value, accepted) for accepted in (*self.accepts, *registered)):
             return None
         for kind in self.accepts:
             if isinstance(kind, Kind) and kind.includes(value):
@@ -334,7 +334,7 @@ _IN_CONFIG = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in 
 
 def to_python(text: str) -> str:
     """Convert text about a config to Python's notation: None for ``null``, True for ``true``, False for ``false``."""
-    return _IN_CONFIG.sub(lambda found: _IN_PYTHON[found[0]], text)
+    return _IN_CONFIG.sub(lambda match: _IN_PYTHON[match[0]], text)
 
 
 def _equals(value: Any, word: Any) -> bool:
@@ -477,13 +477,13 @@ def refuse_other_package(argument: str, *given: Any) -> None:
         ConfigurationError: for the first such object.
     """
     for value in given:
-        bases = [f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__]
+        bases = [f"{cls.__module__}.{cls.__name__}" for cls in type(value).__mro__]
         roots = {name.partition(".")[0] for name in bases if name != "pytorch_lightning.callbacks.callback.Callback"}
-        for other, own in (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "lightning.fabric")):
-            if other in roots and "lightning" not in roots and sys.modules.get(other) is not sys.modules.get(own):
+        for other, package in (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "lightning.fabric")):
+            if other in roots and "lightning" not in roots and sys.modules.get(other) is not sys.modules.get(package):
                 raise ConfigurationError(
                     f"Got {argument}={type(value).__name__}(...), which is built on {other}. The Trainer is built on"
-                    f" {own}, which is a separate package for Python. To make them one, {ONE_PACKAGE}"
+                    f" {package}, which is a separate package for Python. To make them one, {ONE_PACKAGE}"
                 )
 
 

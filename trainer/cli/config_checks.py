@@ -422,8 +422,8 @@ def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None
     """Refuse settings of the optimizer on the command line that a checkpoint of a fit replaces."""
     given = {override.key_or_group: override for override in overrides}
     folder = str(given["hydra.run.dir"].value()) if "hydra.run.dir" in given else ""
-    own = checkpoints_in(Path(folder)) if folder and plain["trainer"]["resume"] == "auto" else []
-    path = str(own[0]) if own else plain["ckpt_path"]  # resume=auto prefers those of its folder
+    checkpoints = checkpoints_in(Path(folder)) if folder and plain["trainer"]["resume"] == "auto" else []
+    path = str(checkpoints[0]) if checkpoints else plain["ckpt_path"]  # resume=auto prefers those of its folder
     run = run_of(Path(path)) if plain["command"] == "fit" and path is not None and Path(path).exists() else None
     if run is None:
         return
@@ -436,12 +436,12 @@ def _check_resumed(plain: dict[str, Any], overrides: Sequence[Override]) -> None
         return
     for name, before in saved.items():
         # values that are not given may be those of a recipe
-        is_given = plain["ckpt"] is not None or own or f"optimizer.{name}" in given
+        is_given = plain["ckpt"] is not None or checkpoints or f"optimizer.{name}" in given
         if is_given and name not in _NOT_RESTORED and before != now.get(name):
             raise UsageError(
                 f"optimizer.{name}={describe(now.get(name))} has no effect, because the optimizer in {path} continues"
                 f" with {name}={describe(before)}. Remove it, or start a new run from the weights: replace"
-                f" {'resume=auto and its folder' if own else 'the checkpoint'} by {_from_weights(path, path)}."
+                f" {'resume=auto and its folder' if checkpoints else 'the checkpoint'} by {_from_weights(path, path)}."
             )
 
 

@@ -43,9 +43,9 @@ def command(arguments: Arguments) -> int:
     folder = Path.cwd() if given.module else Path(given.program).resolve().parent
     if not given.module and not Path(given.program).is_file():
         raise UsageError(f"Got the program {given.program}, expected a file, or -m MODULE. Options precede it.")
-    own = [file for pattern in ("trainer.py", "trainer/*.py") for file in folder.glob(pattern)]
-    if own and own[0].resolve().parent != Path(__file__).parents[1]:
-        raise UsageError(f"{own[0]} has the name of this package, so `import trainer` would be ambiguous. Rename it.")
+    files = [file for pattern in ("trainer.py", "trainer/*.py") for file in folder.glob(pattern)]
+    if files and files[0].resolve().parent != Path(__file__).parents[1]:
+        raise UsageError(f"{files[0]} has the name of this package, so `import trainer` would be ambiguous. Rename it.")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in any Python program
     if not sys.flags.safe_path:
@@ -76,9 +76,9 @@ def _positive(word: str) -> int:
 
 def _seconds(word: str) -> float:
     parts = word.split(":")
-    if len(parts) > 4 or not all(part.isascii() and part.isdigit() for part in parts) or not any(map(int, parts)):
+    if len(parts) > 4 or not all(number.isascii() and number.isdigit() for number in parts) or not any(map(int, parts)):
         raise argparse.ArgumentTypeError(f"got {word!r}, expected seconds, MM:SS, HH:MM:SS or DD:HH:MM:SS")
-    return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
+    return float(sum(int(number) * unit for number, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
 
 
 def _run(given: argparse.Namespace, words: list[str]) -> int:

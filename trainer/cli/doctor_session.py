@@ -181,14 +181,17 @@ class Trainer(PlainTrainer):
     def __init__(self, *args: Any, **arguments: Any) -> None:
         doctor = Doctor.active
         assert doctor is not None
-        options, own = doctor.options, arguments.get("callbacks")
+        options, callbacks = doctor.options, arguments.get("callbacks")
         if options.accelerator is not None:
             arguments["accelerator"] = options.accelerator
         if options.accelerator == "cpu":
             arguments |= {"devices": 1, "num_nodes": 1}
         if options.devices is not None:
             arguments["devices"] = options.devices
-        arguments["callbacks"] = [*([own] if isinstance(own, Callback) else own or ()), _Observer(doctor)]
+        arguments["callbacks"] = [
+            *([callbacks] if isinstance(callbacks, Callback) else callbacks or ()),
+            _Observer(doctor),
+        ]
         _noting(super().__init__, doctor.sites.trainers)(*args, **arguments)
         for callback in self.callbacks:
             if isinstance(callback, OverflowReport):

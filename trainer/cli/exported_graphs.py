@@ -98,9 +98,9 @@ def export(
         inputs = doubled if is_dynamic else example
         make_folder(file.parent)
         with TemporaryDirectory(prefix=".", dir=file.parent) as folder:
-            part = Path(folder, file.name)
+            temporary = Path(folder, file.name)
             try:
-                run = (_write_onnx if file.suffix == ".onnx" else _write_graph)(graph, part)
+                run = (_write_onnx if file.suffix == ".onnx" else _write_graph)(graph, temporary)
             except OSError as error:
                 reason = f"{file} was not written: {error.strerror or error}."
                 raise CheckpointWriteError(reason, error.errno) from error
@@ -112,8 +112,8 @@ def export(
                     f"{file} was not written: its outputs differ from those of forward by more than {TOLERANCE:g} of"
                     f" the largest value. {' '.join(str(error).split())} In eval mode, forward must be deterministic."
                 ) from error
-            size = part.stat().st_size / 2**20
-            os.replace(part, file)
+            size = temporary.stat().st_size / 2**20
+            os.replace(temporary, file)
     sizes = f"any size (checked with {rows_of(inputs)} and 1)" if is_dynamic else f"{rows_of(inputs)}, no other size"
     comparison = f"differ by at most {gap:.1e}" if gap else "are bitwise equal"
     about = f"{size:,.3g} MiB, float32, for batches of {sizes}"
@@ -212,19 +212,19 @@ def _graph(module: Any, inputs: Inputs, example: Inputs) -> tuple[Any, bool]:
     raise ExportError(f"torch.export failed for {type(module).__name__}.forward: {message}") from errors[0]
 
 
-def _write_graph(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:
+def _write_graph(graph: Any, file: Path) -> Callable[[Inputs], list[Tensor]]:
     """Save a graph, and return a function that runs the file."""
     graph.example_inputs = None  # so that the file contains no data
-    torch.export.save(graph, part)
-    loaded = torch.export.load(part).module()
+    torch.export.save(graph, file)
+    loaded = torch.export.load(file).module()
     return lambda inputs: _outputs_of(loaded, inputs)
 
 
-def _write_onnx(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:
+def _write_onnx(graph: Any, file: Path) -> Callable[[Inputs], list[Tensor]]:
     """Write a graph as ONNX, and return a function that runs the file with onnxruntime."""
     try:
-        torch.onnx.export(graph, f=part, dynamo=True, verbose=False, external_data=False)
-        session = import_module("onnxruntime").InferenceSession(str(part), providers=["CPUExecutionProvider"])
+        torch.onnx.export(graph, f=file, dynamo=True, verbose=False, external_data=False)
+        session = import_module("onnxruntime").InferenceSession(str(file), providers=["CPUExecutionProvider"])
     except Exception as error:
         message = " ".join(str(error).split())
         raise ExportError(f"torch.onnx cannot export this graph: {message[:300]}. Use to=model.pt2 instead.") from error

@@ -98,7 +98,7 @@ def printable(text: str) -> str:
 
 def is_about_settings(error: BaseException) -> bool:
     """Return whether ``error`` is a configuration error of this package or of Lightning."""
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names = {cls.__name__ for cls in type(error).__mro__}
     return not names.isdisjoint(("ConfigurationError", "MisconfigurationException"))
 
 
@@ -181,8 +181,8 @@ def _advice(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         if error.name is None:  # not raised by an import, such as in Lightning's loggers
             return "Install the package that the message names."
-        own = f"If {error.name} is a package, install it. If it is your file, run the command in its folder."
-        return f"{own} The recipes need: {packages.pip_install('recipes')}."
+        advice = f"If {error.name} is a package, install it. If it is your file, run the command in its folder."
+        return f"{advice} The recipes need: {packages.pip_install('recipes')}."
     if not errors.is_out_of_memory(error) or isinstance(error, errors.TrainerError):
         return ""
     return (

@@ -55,7 +55,7 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
         sections.append(f"Examples:\n{about.examples.format(command=command)}")
     sections += _settings(config_dir, about.settings)
     if command == LISTS_SETTINGS:
-        flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
+        flags = [(f"{', '.join(reversed(flag.spellings))} {flag.value}", flag.about) for flag in FLAGS if flag.about]
         names = sorted({path.name for folder in conf_folders(config_dir) for path in folder.iterdir() if path.is_dir()})
         added = {group: f"{'+' * (group in GROUPS_TO_ADD)}{group}=" for group in names if group != "hydra"}
         groups = [(name, text) for group, name in added.items() if (text := ", ".join(options(group, config_dir)))]

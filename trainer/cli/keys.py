@@ -64,7 +64,7 @@ def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], 
         composer: finds the files.
         words: overrides, which choose options of config groups.
     """
-    meanings, written = {f"trainer.{name}": one.meaning for name, one in SETTINGS.items()}, set[str]()
+    meanings, written = {f"trainer.{name}": argument.meaning for name, argument in SETTINGS.items()}, set[str]()
     for file, group, package in composer.files(words):
         text = file.read_text(encoding="utf-8")
         prefix = f"{package}." if package else ""

@@ -108,7 +108,7 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
         _remove(base, group)
     job, choices = _saved_hydra(run, "job"), _saved_hydra(run, "runtime").get("choices")
     numbers = {"num": int, "id": str}
-    base["hydra"]["job"] |= {name: job[name] for name, kind in numbers.items() if isinstance(job.get(name), kind)}
+    base["hydra"]["job"] |= {name: job[name] for name, cls in numbers.items() if isinstance(job.get(name), cls)}
     options = {
         str(group): option
         for group, option in (choices.items() if isinstance(choices, dict) else ())

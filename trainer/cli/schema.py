@@ -17,15 +17,15 @@ from trainer.errors import did_you_mean
 
 Settings = TypeVar("Settings")
 
-SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precision", "logger", "callbacks")}
+SETTINGS = {name: argument for name, argument in ARGUMENTS.items() if name not in ("precision", "logger", "callbacks")}
 """The Trainer's arguments that ``trainer.NAME`` sets; the others are config groups."""
 
-ACCEPTED = {name: one.accepts for name, one in SETTINGS.items()} | {"_target_": ()}
+ACCEPTED = {name: argument.accepts for name, argument in SETTINGS.items()} | {"_target_": ()}
 """The accepted values of the ``trainer`` node, as in `check_settings`."""
 
 TrainerSettings = make_dataclass(
     "TrainerSettings",
-    [("_target_", str, "trainer.Trainer"), *((name, Any, one.default) for name, one in SETTINGS.items())],
+    [("_target_", str, "trainer.Trainer"), *((name, Any, argument.default) for name, argument in SETTINGS.items())],
     namespace={"__module__": __name__},  # so that configs can be pickled
 )
 """The schema of the ``trainer`` node: names and defaults as in `trainer.Trainer`."""
@@ -76,7 +76,7 @@ def setting(default: Any, *accepts: Any) -> Any:
 
 def read_settings(kind: type[Settings], node: str, values: Any) -> Settings:
     """Check the settings of a node as in `check_settings`, and return them as the dataclass ``kind``."""
-    check_settings(node, values, {one.name: one.metadata["accepts"] for one in fields(kind)})  # type: ignore[arg-type]
+    check_settings(node, values, {attribute.name: attribute.metadata["accepts"] for attribute in fields(kind)})  # type: ignore[arg-type]
     return kind(**values)
 
 

@@ -179,7 +179,7 @@ class Allowlist:
             UsageError: if it executes, unpickles or writes its arguments. ``allowed_packages`` cannot allow it.
         """
         root, *parts = target.split(".")
-        is_private = any(part.startswith("_" if root in PACKAGES else "__") for part in parts)
+        is_private = any(word.startswith("_" if root in PACKAGES else "__") for word in parts)
         if is_private or _runs_code(target):
             self._refuse_dangerous(target, key)
         if target in self._named or within(target, self._packages):
@@ -248,13 +248,13 @@ class Allowlist:
 
 def _check_name(target: Any, key: str) -> None:
     """Check that ``target`` is a dotted name in an existing package."""
-    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+    if not isinstance(target, str) or not all(word.isidentifier() for word in target.split(".")):
         raise UsageError(f"{key}._target_ is {describe(target)}, expected the dotted name of a class or a function.")
     root = target.partition(".")[0]
     if _spec(root) is None:
-        own = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
+        modules = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
         reason = f"there is no module {root!r} in {Path.cwd()}, and no such package is installed"
-        raise UsageError(f"{key or 'The config'} is {target}, and {reason}.{did_you_mean(root, (*PACKAGES, *own))}")
+        raise UsageError(f"{key or 'The config'} is {target}, and {reason}.{did_you_mean(root, (*PACKAGES, *modules))}")
 
 
 def _look_up(target: str, key: str) -> Any:

@@ -41,8 +41,8 @@ def complete(loggers: Mapping[str, Any] | None, run: LoggedRun, former: Mapping[
     """
     completed = {}
     for name, node in _nodes(loggers).items():
-        kind = adapter_class(node)
-        completed[name] = kind.complete(node, run._replace(former=former.get(kind.key())))
+        adapter = adapter_class(node)
+        completed[name] = adapter.complete(node, run._replace(former=former.get(adapter.key())))
     return completed
 
 

@@ -236,8 +236,8 @@ class Server:
         try:
             head, streams, _, _ = socket.recv_fds(connection, 4, MAX_DESCRIPTORS)
             (size,), text = struct.unpack("!I", head), b""
-            while len(text) < size and (part := connection.recv(size - len(text))):  # without the signals that follow
-                text += part
+            while len(text) < size and (chunk := connection.recv(size - len(text))):  # without the signals that follow
+                text += chunk
             request = marshal.loads(text)
             if request.get("names"):
                 self._import(request["names"], streams)
@@ -367,11 +367,11 @@ def import_library(name: str) -> None:
     value: Any = None
     parts = name.split(".")
     with suppress(Exception, SystemExit):  # the program raises the error itself
-        for end, part in enumerate(parts, start=1):
+        for end, word in enumerate(parts, start=1):
             module = ".".join(parts[:end])
             spec = find_spec(module) if value is None or isinstance(value, ModuleType) else None
             if spec is None:
-                value = getattr(value, part)  # some are imported at their first use
+                value = getattr(value, word)  # some are imported at their first use
                 continue
             if spec.origin is None or is_users(spec.origin):
                 return

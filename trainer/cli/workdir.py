@@ -102,8 +102,8 @@ def resume_command(command: str | None, words: Sequence[str], folder: Path | str
         folder: folder of the run or the sweep.
         key: the setting of that folder.
     """
-    own = ("ckpt", "ckpt_path", "resume", "trainer.resume", key)
-    others = [word for word in words if word.lstrip("+").partition("=")[0] not in own]
+    replaced = ("ckpt", "ckpt_path", "resume", "trainer.resume", key)
+    others = [word for word in words if word.lstrip("+").partition("=")[0] not in replaced]
     has_config = any(word.lstrip("+").startswith("ckpt=") for word in words)  # a config of another run
     config = [path_override("ckpt", folder)] if has_config else []
     return command_line(command, *others, *config, "resume=auto", path_override(key, folder))

@@ -107,10 +107,10 @@ def overlay(runs: Sequence[RunRecord], colors: Sequence[int | None], winner: Run
                 named = [line for line in chart.lines if not (chart.is_map or line.faint or line.is_detail)]
                 for line in named:
                     title = line.name or (chart.title if len(named) == 1 else line.label)
-                    own = line._replace(label=run.label, color=-1 if color is None else color, faint=False)
+                    labeled = line._replace(label=run.label, color=-1 if color is None else color, faint=False)
                     key = chart.title, line.name or line.label
                     before = charts.get(key)
-                    lines = [*(before.lines if before else ()), own]
+                    lines = [*(before.lines if before else ()), labeled]
                     charts[key] = chart._replace(title=title, lines=lines, crosses=Curve())
     return [Section(title, list(charts.values())) for title, charts in gathered.items() if charts]
 
@@ -212,17 +212,17 @@ def _mixed_precision(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart
         lines = [Line(name.removeprefix(_LAYER_NORM), curve) for name, curve in layers.items()]
         note = "from the first layer (top) to the last; of unscaled gradients, before clipping"
         charts.append(Chart("Gradient norm by layer", lines, note=note, is_map=True))
-    for kind, title, note in (
+    for metric, title, note in (
         ("underflow", "Underflow", "share of the nonzero gradient elements that are subnormal in float16"),
         ("zeros", "Zeros", "share of the gradient elements that are exactly zero"),
     ):
-        whole = rows.pop(f"amp/{kind}", Curve())
-        layers = {name: rows.pop(name) for name in [*rows] if name.startswith(f"amp/{kind}/")}
+        whole = rows.pop(f"amp/{metric}", Curve())
+        layers = {name: rows.pop(name) for name in [*rows] if name.startswith(f"amp/{metric}/")}
         worst = sorted(layers.items(), key=lambda item: -max(item[1].finite, default=0.0))[:_LAYERS]
         if whole:
             lines = [Line("all parameters", whole, 0)]
-            for color, (name, curve) in enumerate(worst if kind == "underflow" else (), 1):
-                lines.append(Line(name.removeprefix(f"amp/{kind}"), curve, color, is_detail=True))
+            for color, (name, curve) in enumerate(worst if metric == "underflow" else (), 1):
+                lines.append(Line(name.removeprefix(f"amp/{metric}"), curve, color, is_detail=True))
             charts.append(Chart(title, lines, "linear", note=note))
     if not charts and run.command == "fit" and run.rows:
         notes.append("Loss scale and gradients were not logged. ScaleMonitor, in callbacks=default, logs them.")

@@ -155,8 +155,8 @@ def _recomputes() -> bool:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a part of a module is compiled, so that its operations are not counted."""
     return any(
-        hasattr(part, "_orig_mod")
-        or getattr(part, "_compiled_call_impl", None) is not None
-        or isinstance(vars(part).get("forward"), CompiledForward)
-        for part in module.modules()
+        hasattr(submodule, "_orig_mod")
+        or getattr(submodule, "_compiled_call_impl", None) is not None
+        or isinstance(vars(submodule).get("forward"), CompiledForward)
+        for submodule in module.modules()
     )

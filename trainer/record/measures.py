@@ -225,8 +225,8 @@ def training_loss(trainer: pl.Trainer, outputs: Any, *, keep: bool = False) -> T
         return None
     share = getattr(trainer, "loss_share", 1.0 / trainer.accumulate_grad_batches)  # the value for `lightning.Trainer`
     if not isinstance(share, float) or share != 1.0:
-        own: Tensor = loss.detach() / share
-        return own
+        batch_loss: Tensor = loss.detach() / share
+        return batch_loss
     if not keep:
         return loss
     metrics = getattr(trainer, "active_metrics", None)  # `lightning.Trainer` has none

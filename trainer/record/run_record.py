@@ -355,8 +355,8 @@ class RunRecord:
         """The time (of `time.time`) at which the run last wrote a file."""
         files = [*self.folder.glob("*"), *self.folder.glob("*/*")]
         # without a later report; and without folders, because a later test run may have created one in them
-        own = (file for file in files if file.is_file() and not file.name.startswith("report"))
-        return max(map(changed, own), default=0.0)
+        written = (file for file in files if file.is_file() and not file.name.startswith("report"))
+        return max(map(changed, written), default=0.0)
 
     @property
     def duration(self) -> float | None:

@@ -380,8 +380,8 @@ class RunRecorder(Callback):
             known["samples_per_second"] = rate or (samples / training if samples and training else None)
         known |= {"paths": measures.paths_of(trainer), "curves": self._curves()}
         if (home := self.record.home) is not None:
-            own = {"run": str(home), "record": str(home / RUN)} if self._writes else {"run": str(home)}
-            known["paths"] = own | known["paths"]
+            paths = {"run": str(home), "record": str(home / RUN)} if self._writes else {"run": str(home)}
+            known["paths"] = paths | known["paths"]
 
     def _complete(self) -> None:
         """Let the views draw, write the file, and let the views show the record."""

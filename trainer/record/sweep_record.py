@@ -53,9 +53,9 @@ class Sweep:
     def repetitions(self) -> dict[tuple[str, ...], list[RunRecord]]:
         """The completed runs with a seed or a fold that not all runs have, by their other overrides."""
         groups = dict[tuple[str, ...], list[RunRecord]]()
-        for run, own in zip(self.runs, self.own(), strict=True):
-            others = tuple(word for word in own if not _REPEATED.match(word))
-            if run.completed and len(others) < len(own):
+        for run, overrides in zip(self.runs, self.own(), strict=True):
+            others = tuple(word for word in overrides if not _REPEATED.match(word))
+            if run.completed and len(others) < len(overrides):
                 groups.setdefault(others, []).append(run)
         return groups
 
@@ -66,7 +66,7 @@ class Sweep:
         Only those with the most completed runs are compared, because each fold has other samples.
         """
         groups = {words: runs for words, runs in self.repetitions.items() if len(runs) > 1}
-        if not any(_FOLD.match(word) for own in self.own() for word in own) or not groups:
+        if not any(_FOLD.match(word) for overrides in self.own() for word in overrides) or not groups:
             return None
         most = max(map(len, groups.values()))
         groups = {words: runs for words, runs in groups.items() if len(runs) == most}
@@ -117,7 +117,7 @@ class Sweep:
             {
                 "job": run.job,
                 "status": run.status,
-                "overrides": " ".join(own),
+                "overrides": " ".join(overrides),
                 "objective": run.objective_value,
                 **run.metrics,
                 "seconds": run.seconds,
@@ -125,7 +125,7 @@ class Sweep:
                 "best_checkpoint": run.paths.get("best_checkpoint"),
                 "last_checkpoint": run.paths.get("last_checkpoint"),
             }
-            for run, own in zip(self.runs, self.own(), strict=True)
+            for run, overrides in zip(self.runs, self.own(), strict=True)
         ]
 
     def set_labels(self) -> None:
@@ -133,9 +133,9 @@ class Sweep:
 
         A number is added to labels that are equal.
         """
-        for run, own in zip(self.runs, self.own(), strict=True):
-            words = " ".join(re.sub(r"^precision=|^\+*recipe=", "", word) for word in own if len(self.runs) > 1)
-            run.label = _LONG.sub(lambda found: f"{float(found[0]):.4g}", words) or run.precision or run.folder.name
+        for run, overrides in zip(self.runs, self.own(), strict=True):
+            words = " ".join(re.sub(r"^precision=|^\+*recipe=", "", word) for word in overrides if len(self.runs) > 1)
+            run.label = _LONG.sub(lambda match: f"{float(match[0]):.4g}", words) or run.precision or run.folder.name
         counts = Counter(run.label for run in self.runs)
         for number, run in enumerate(self.runs, start=1):
             run.label += f" [{number}]" if counts[run.label] > 1 else ""
@@ -158,7 +158,7 @@ def best_of(runs: Iterable[RunRecord], goal: tuple[str, str] | None) -> RunRecor
     """
     rated = [(value, run) for run in runs if (value := run.reached(goal).value) is not None]
     best = max if goal is not None and goal[1] == "max" else min
-    return best(rated, key=lambda one: one[0])[1] if rated else None
+    return best(rated, key=lambda pair: pair[0])[1] if rated else None
 
 
 def load_sweep(path: str | os.PathLike[str], since: float = 0.0) -> Sweep:

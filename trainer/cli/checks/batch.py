@@ -75,7 +75,7 @@ def load(
     """
     combined = CombinedLoader(loader)
     loaders = combined.flattened
-    ready = max(getattr(one, "num_workers", 0) * (getattr(one, "prefetch_factor", 0) or 0) for one in loaders)
+    ready = max(getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", 0) or 0) for loader in loaders)
     marks = [clock()]
     batches = (batch for batch, *_ in combined)
     if (first := next(batches, None)) is None:

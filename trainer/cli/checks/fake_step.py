@@ -265,6 +265,6 @@ class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
-            kind = args[0].dtype
-            return kind is torch.bool or (1.0 if kind.is_floating_point else 1)
+            dtype = args[0].dtype
+            return dtype is torch.bool or (1.0 if dtype.is_floating_point else 1)
         return function(*args, **(kwargs or {}))

@@ -267,15 +267,17 @@ class Layers(pl.Callback):
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         owners: dict[int, Layer] = {}
-        for name, part in pl_module.named_modules():
-            own = list(part.parameters(recurse=False))
-            is_layer = bool(own) or not any(True for _ in part.children())
-            if not name or not is_layer or isinstance(part, (Metric, torch.jit.ScriptModule)):
+        for name, submodule in pl_module.named_modules():
+            layer_parameters = list(submodule.parameters(recurse=False))
+            is_layer = bool(layer_parameters) or not any(True for _ in submodule.children())
+            if not name or not is_layer or isinstance(submodule, (Metric, torch.jit.ScriptModule)):
                 continue
-            layer = Layer(name, plain_class(part).__name__, sum(parameter.numel() for parameter in own))
+            layer = Layer(
+                name, plain_class(submodule).__name__, sum(parameter.numel() for parameter in layer_parameters)
+            )
             self.layers.append(layer)
-            owners |= {id(parameter): layer for parameter in own if id(parameter) not in owners}
-            self._handles.append(part.register_forward_hook(partial(self._take_output, layer)))
+            owners |= {id(parameter): layer for parameter in layer_parameters if id(parameter) not in owners}
+            self._handles.append(submodule.register_forward_hook(partial(self._take_output, layer)))
         root = Layer("", plain_class(pl_module).__name__, 0)
         for name, parameter in pl_module.named_parameters():
             if parameter.requires_grad:

@@ -102,11 +102,11 @@ def find(name: str | None) -> Command | None:
         return command
     for entry in _entry_point_commands() if name else ():
         if entry.name == name:
-            found = entry.load()
-            if not isinstance(found, Command):
-                given = f"The entry point {entry.value} is a {type(found).__name__}"
+            loaded = entry.load()
+            if not isinstance(loaded, Command):
+                given = f"The entry point {entry.value} is a {type(loaded).__name__}"
                 raise ConfigurationError(f"{given}, expected a trainer.cli.commands.Command.")
-            return found
+            return loaded
     return None
 
 

@@ -116,8 +116,8 @@ def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
     files = sorted(file for file in drawn if file.parents[1] not in older)
     matrices, pictures, notes = list[Matrix](), list[Picture](), list[str]()
     for file in files:
-        inside, kind = run.inside(file), file.suffix.lower()
-        if kind not in (*_PICTURES, ".json"):
+        inside, suffix = run.inside(file), file.suffix.lower()
+        if suffix not in (*_PICTURES, ".json"):
             continue
         if len(matrices) + len(pictures) == _MAX_FIGURES:
             notes.append(f"The page shows the first {_MAX_FIGURES} figures. The others are in {file.parent}.")
@@ -126,10 +126,10 @@ def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
             if inside.stat().st_size > _LARGEST:
                 raise ValueError(f"larger than {_LARGEST >> 20} MiB")
             content = inside.read_bytes()
-            if kind == ".json":
+            if suffix == ".json":
                 matrices.append(_matrix(file.stem, json.loads(content)))
             else:
-                address = f"data:image/{_PICTURES[kind]};base64,{base64.b64encode(content).decode()}"
+                address = f"data:image/{_PICTURES[suffix]};base64,{base64.b64encode(content).decode()}"
                 pictures.append(Picture(file.stem, address))
         except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
             notes.append(f"{file.name} cannot be shown: {redaction.text(f'{type(error).__name__}: {error}')}.")

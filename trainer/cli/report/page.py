@@ -179,7 +179,9 @@ def environment_of(run: RunRecord) -> list[tuple[str, str]]:
 
 def draw_sections(sections: Sequence[Section], last_step: float) -> list[tuple[str, list[DrawnChart], Sequence[str]]]:
     """Return the sections with their charts as pictures."""
-    return [(part.title, [draw(chart, last_step) for chart in part.charts], part.notes) for part in sections]
+    return [
+        (section.title, [draw(chart, last_step) for chart in section.charts], section.notes) for section in sections
+    ]
 
 
 def _format_time(moment: float) -> str:

@@ -99,7 +99,9 @@ def several_page(about: ReportSubject) -> tuple[str, list[str]]:
         left_out=[*about.left_out, *left_out],
         conditions=[str(line) for line in comparison.get("conditions", [])],
         sections=draw_sections(charts, max((run.step or 0 for run in runs), default=0)),
-        without_curves=[job for job in jobs if not (is_sweep or any(part.charts for part in sections_of(job["run"])))],
+        without_curves=[
+            job for job in jobs if not (is_sweep or any(section.charts for section in sections_of(job["run"])))
+        ],
         environment=environment_of(runs[0]) if runs else [],
         colored=sum(job["color"] is not None for job in jobs),
     )

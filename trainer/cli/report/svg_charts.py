@@ -150,7 +150,7 @@ def _in_page(svg: str) -> str:
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = re.sub(r"font: (\d+)px [^;\"]*", r"font-size: \1px", svg)
     used = set(re.findall(r"(?:#|url\(#)([\w-]+)", svg))
-    svg = re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", svg)
+    svg = re.sub(r' id="([\w-]+)"', lambda match: match[0] if match[1] in used else "", svg)
     opening, _, rest = svg.partition(">")
     opening = re.sub(r' (?:xmlns(?::xlink)?|version|width|height)="[^"]*"', "", opening)
     return f"{opening}>{rest}".replace("xlink:href", "href").strip()

@@ -39,7 +39,7 @@ def report(folder: Path, since: float = 0.0, again: str = "") -> int:
     numbers = [run.brief | {"best": run is best} for run in sweep.runs]
     (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     header, rows = _rows(sweep, best, folder)
-    result = "\n\n".join(part for part in (_means(sweep), _best(sweep, folder)) if part)
+    result = "\n\n".join(paragraph for paragraph in (_means(sweep), _best(sweep, folder)) if paragraph)
     text = f"{terminal.markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
     shown = [place for place, name in enumerate(header) if name not in _ONLY_IN_FILES]
@@ -60,7 +60,7 @@ def _rows(sweep: Sweep, best: RunRecord | None, folder: Path) -> tuple[list[str]
     rows = [
         {
             "job": f"{run.job}{' (best)' if run is best else ''}",
-            "overrides": " ".join(own),
+            "overrides": " ".join(overrides),
             "status": run.status,
             "epochs": format_number(run.epochs),
             "time": "-" if run.seconds is None else f"{run.seconds:.1f} s",
@@ -70,7 +70,7 @@ def _rows(sweep: Sweep, best: RunRecord | None, folder: Path) -> tuple[list[str]
             "memory": terminal.format_mebibytes(run.peak_memory),
             "run dir": os.path.relpath(run.folder, folder),
         }
-        for run, own in zip(sweep.runs, sweep.own(), strict=True)
+        for run, overrides in zip(sweep.runs, sweep.own(), strict=True)
     ]
     return list(rows[0]), [list(row.values()) for row in rows]
 
@@ -96,12 +96,12 @@ def _best(sweep: Sweep, folder: Path) -> str:
     """Return sentences about the best job or folds with a command, or about missing values; "" without an objective."""
     best, goal, folds = sweep.best, sweep.goal, sweep.folds
     if folds is not None:
-        own, jobs = folds
+        overrides, jobs = folds
         text, mean = "", sweep.mean(jobs)
-        if own and goal is not None and mean is not None:
+        if overrides and goal is not None and mean is not None:
             way = "lowest" if goal[1] == "min" else "highest"
             value = f"{mean[0]:.4g} ± {mean[1]:.2g} over {len(jobs)} jobs"
-            text = f"Best: {' '.join(own)}, with the {way} mean {goal[0]}, {value}\n\n"
+            text = f"Best: {' '.join(overrides)}, with the {way} mean {goal[0]}, {value}\n\n"
         if all(job.paths.get("best_checkpoint") for job in jobs):
             text += f"To average the predictions of these models:\n\n    {_use(jobs[0], 'predict', from_here(folder))}"
         return text.strip()

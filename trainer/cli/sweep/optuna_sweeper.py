@@ -106,9 +106,9 @@ class OptunaSweeper(Sweeper):
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
         written: Any = OmegaConf.to_container(self.config.hydra.sweeper, resolve=False)
-        own = f"sqlite:///{(folder / 'study.db').as_posix()}"
-        self._storage = str(written["storage"] or own)  # not resolved, because its interpolations may be secrets
-        self._folder, self._study = folder, self._open(self.storage or own, mode)
+        default = f"sqlite:///{(folder / 'study.db').as_posix()}"
+        self._storage = str(written["storage"] or default)  # not resolved, because its interpolations may be secrets
+        self._folder, self._study = folder, self._open(self.storage or default, mode)
         self._report_results()
         for trial in self._own_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
             if (run := self._jobs().get(trial.user_attrs[_JOB])) is not None:

@@ -107,12 +107,12 @@ class ParallelLauncher(Launcher):
             with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
                 config.hydra.runtime.output_dir = str(folder)
             instance.set_config(config)
-            own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            job = Job.composed(own)
+            task_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            job = Job.composed(task_config)
         finally:
             instance.cfg = before
         job.own_session = True
-        return job, JobReturn(overrides=job.overrides, cfg=own, hydra_cfg=config)
+        return job, JobReturn(overrides=job.overrides, cfg=task_config, hydra_cfg=config)
 
 
 def _places(count: int, gpus: int | None, threads: int | None) -> list[dict[str, str]]:
