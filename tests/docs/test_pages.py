@@ -51,6 +51,7 @@ def test_number_of_unchecked_blocks():
     assert {page: number for page, number in unchecked.items() if number} == UNCHECKED
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=MARKS.get(name_of(page), ())) for page in PAGES], ids=name_of
 )

@@ -82,6 +82,7 @@ def test_frameworks_leave_out_messages_of_healthy_programs():
     assert frameworks.report(broken, ordinary) == "`UserWarning: division`"
 
 
+@pytest.mark.whole
 def test_scripts_of_the_programs_are_complete():
     ours = {name: one for name, one in PROGRAMS.items() if one.__module__.startswith("_diagnosis.")}  # not other tests'
     for name, program in ours.items():
