@@ -150,8 +150,8 @@ class ImageClassifier(L.LightningModule):
         self.test_confusion.update(predicted, labels)
         if batch_idx == 0:
             both = zip(labels[:_SAMPLES].tolist(), predicted[:_SAMPLES].tolist(), strict=True)  # synchronizes once
-            names = [(self.name_of(true), self.name_of(found)) for true, found in both]
-            captions = [true if true == found else f"true {true},\npredicted {found}" for true, found in names]
+            names = [(self.name_of(true), self.name_of(guess)) for true, guess in both]
+            captions = [true if true == guess else f"true {true},\npredicted {guess}" for true, guess in names]
             write_pictures(self.trainer, "test_samples", images[:_SAMPLES], captions)
 
     def on_test_epoch_end(self) -> None:

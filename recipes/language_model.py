@@ -333,8 +333,8 @@ class TextWriter(BasePredictionWriter):
     ) -> None:
         """Append the texts of a batch, or a classifier's probabilities, separated by lines of dashes."""
         with self.path.open("a", encoding="utf-8") as file:
-            for one in prediction:
-                text = one if isinstance(one, str) else " ".join(f"{share:.4f}" for share in one)
+            for result in prediction:
+                text = result if isinstance(result, str) else " ".join(f"{share:.4f}" for share in result)
                 separator = "\n" + "-" * 80 + "\n" if file.tell() else ""
                 file.write(f"{separator}{text}\n")
                 print(printable(text))

@@ -40,13 +40,14 @@ class MuonWithAdamW:
         given = list(self.parameters)
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         outer = {id(parameter) for parameter in outer_parameters(module)}
-        kinds: tuple[list[Any], list[Any]] = ([], [])
+        matrices: list[Any] = []
+        others: list[Any] = []
         for group in groups:
             hidden = [p for p in group["params"] if p.ndim == 2 and id(p) not in outer]
             ids = {id(p) for p in hidden}
-            for kind, own in zip(kinds, (hidden, [p for p in group["params"] if id(p) not in ids]), strict=True):
-                kind.extend([{**group, "params": own}] if own else [])
-        matrices, others = kinds
+            rest = [p for p in group["params"] if id(p) not in ids]
+            matrices += [{**group, "params": hidden}] if hidden else []
+            others += [{**group, "params": rest}] if rest else []
         if not matrices:
             raise ValueError(
                 f"optimizer=muon trains the matrices of hidden layers, and {type(module).__name__} has none: its"
@@ -62,8 +63,10 @@ def outer_parameters(module: nn.Module) -> list[nn.Parameter]:
 
     In that case, the last layer is a hidden one, and the output layer is an embedding (tied weights).
     """
-    parts = list(module.modules())
-    embeddings = [part for part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
-    linear = [part for part in parts if isinstance(part, nn.Linear)][-1:]
+    layers = list(module.modules())
+    embeddings = [layer for layer in layers if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]
     widths = {embedding.embedding_dim for embedding in embeddings}
-    return [part.weight for part in embeddings] + [one.weight for one in linear if one.out_features not in widths]
+    return [layer.weight for layer in embeddings] + [
+        layer.weight for layer in linear if layer.out_features not in widths
+    ]

@@ -34,7 +34,7 @@ def with_schedule(
         ValueError: there is a schedule, and the run has no end.
     """
     if isinstance(optimizer, MuonWithAdamW):
-        return [with_schedule(one, make_scheduler, module) for one in optimizer.optimizers(module)]
+        return [with_schedule(each, make_scheduler, module) for each in optimizer.optimizers(module)]
     if make_scheduler is None:
         return optimizer
     total_steps = module.trainer.estimated_stepping_batches

@@ -143,10 +143,10 @@ class Segmenter(L.LightningModule):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log ``test_loss`` and ``test_dice``, and update the confusion matrix of the pixels."""
         images, masks = batch
-        found = self._evaluate("test", self.test_dice, batch)
-        self.test_confusion.update(found, masks)
+        predicted = self._evaluate("test", self.test_dice, batch)
+        self.test_confusion.update(predicted, masks)
         if batch_idx == 0:
-            two = (part[:8].byte().cpu().numpy() for part in (masks, found))  # host-device synchronization
+            two = (classes[:8].byte().cpu().numpy() for classes in (masks, predicted))  # host-device synchronization
             columns = np.stack([_column(image, *both) for image, *both in zip(images[:8], *two, strict=True)])
             write_pictures(self.trainer, "test_samples", torch.from_numpy(columns).permute(0, 3, 1, 2))
 
@@ -167,12 +167,12 @@ class Segmenter(L.LightningModule):
     def _evaluate(self, stage: str, dice: DiceScore, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, masks = batch
         logits = self(images)
-        found = logits.argmax(dim=1)
-        dice.update(found, masks)
+        predicted = logits.argmax(dim=1)
+        dice.update(predicted, masks)
         options = {"on_step": False, "on_epoch": True, "prog_bar": True, "batch_size": len(masks)}
         self.log(f"{stage}_loss", segmentation_loss(logits, masks), sync_dist=True, **options)
         self.log(f"{stage}_dice", dice, **options)
-        return found
+        return predicted
 
 
 def segmentation_loss(logits: Tensor, masks: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ class MaskPictures(L.Callback):
         if batch_idx or not self.count or trainer.sanity_checking or not trainer.is_global_zero:
             return
         images, *masks = (
-            part[: self.count].cpu() for part in (*batch, outputs["masks"])
+            tensor[: self.count].cpu() for tensor in (*batch, outputs["masks"])
         )  # host-device synchronization
         columns = [
             _column(image, *both) for image, *both in zip(images, *(m.byte().numpy() for m in masks), strict=True)

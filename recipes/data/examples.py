@@ -103,8 +103,10 @@ class Examples(TextData):
             )
         rows = list(json_lines(file, fields))
         for number, row in enumerate(rows, start=1):
-            if (kind := _kind_of(row)) != fields:
-                raise ValueError(f"{file}: example {number} has {kind}, and example 1 has {fields}: expected one kind.")
+            if (others := _kind_of(row)) != fields:
+                raise ValueError(
+                    f"{file}: example {number} has {others}, and example 1 has {fields}: expected one kind."
+                )
         examples = self._examples(rows, fields, file)
         sizes = [len(tokens) for tokens, _ in examples]
         splits = split_documents(sizes, self.held_out, self.split_seed)
@@ -133,7 +135,7 @@ class Examples(TextData):
         examples: list[Example] = []
         room = max(0, self.context - len(begin))
         for parts in zip(*encoded, strict=True):
-            body = [*(token for part in parts for token in part), end]
+            body = [*(token for tokens in parts for token in tokens), end]
             targets = body if len(parts) == 1 else [NO_TARGET] * len(parts[0]) + body[len(parts[0]) :]
             cut = slice(room + 1) if len(parts) == 1 else slice(-room - 1, None)
             before = begin or [end] * (len(body) == 1)  # the end of an empty text follows a token, too

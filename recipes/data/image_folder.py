@@ -118,7 +118,7 @@ class ImageFolder(SplitDataModule):
                 transform = self.training if split == "train" else self.evaluation
                 self.splits[split] = Images(self._samples(split), transform, skips=self.on_error == "skip")
         callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
-        if self.on_error == "skip" and not any(getattr(one, "data", None) is self for one in callbacks):
+        if self.on_error == "skip" and not any(getattr(callback, "data", None) is self for callback in callbacks):
             callbacks.append(_UnreadableReport(self))  # data modules have no hook at the end of an epoch
 
     def predict_dataloader(self) -> Any:
@@ -175,7 +175,7 @@ class ImageFolder(SplitDataModule):
             )
         files = [self.files(folder / name) for name in names]
         if not names or not all(files):
-            empty = [name for name, found in zip(names, files, strict=True) if not found]
+            empty = [name for name, images in zip(names, files, strict=True) if not images]
             reason = f"no images of {_listed(empty)}" if names else "no class folders"
             raise FileNotFoundError(
                 f"{folder.resolve()} has {reason}. {_EXPECTED} An image has one of the extensions"
@@ -184,7 +184,7 @@ class ImageFolder(SplitDataModule):
         if self.num_classes is not None:
             check_num_classes(self.num_classes, len(names), str(folder))
         self.classes = names
-        return [(file, label) for label, found in enumerate(files) for file in found]
+        return [(file, label) for label, images in enumerate(files) for file in images]
 
     def _unlabeled(self) -> Samples:
         folder = self.root / "test" if self.has_splits and (self.root / "test").is_dir() else self.root
@@ -304,16 +304,16 @@ class _UnreadableReport(L.Callback):
         self._report(trainer)
 
     def _report(self, trainer: Any) -> None:
-        found, total = [], 0
+        skipped, total = [], 0
         for images in self.data.splits.values():
             assert isinstance(images, Images)
             unreadable = images.unreadable
             if trainer.world_size > 1:
                 unreadable = unreadable.to(trainer.strategy.root_device, torch.int32)
                 unreadable = trainer.strategy.reduce(unreadable, reduce_op="sum").cpu()
-            found += [images.samples[index][0] for index in unreadable.nonzero().flatten().tolist()]
+            skipped += [images.samples[index][0] for index in unreadable.nonzero().flatten().tolist()]
             total += len(images)
-        new = [path for path in found if path not in self._reported]
+        new = [path for path in skipped if path not in self._reported]
         self._reported.update(new)
         if new:
             rank_zero_warn(f"{len(new)} of {total} images cannot be read and are skipped: {_listed(new)}.")
@@ -329,12 +329,12 @@ def _folders(root: Path) -> list[str]:
 
 
 def _images_below(folder: Path) -> list[str]:
-    found = []
+    paths = []
     for parent, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         named = (name for name in sorted(names) if name.lower().endswith(IMG_EXTENSIONS))
-        found += [os.path.join(parent, name) for name in named if not name.startswith(".")]
-    return found
+        paths += [os.path.join(parent, name) for name in named if not name.startswith(".")]
+    return paths
 
 
 def _listed(names: list[str]) -> str:

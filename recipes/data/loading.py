@@ -134,7 +134,7 @@ def fold_of(strata: Sequence[int], test: Sequence[int], seed: int, *, fold: int,
         raise ValueError(f"fold is {fold}, expected 0 to {folds - 1}, because data.folds is {folds}.")
     rest = np.setdiff1d(np.arange(len(strata)), test)
     splits = StratifiedKFold(folds, shuffle=True, random_state=seed).split(rest, np.asarray(strata)[rest])
-    return [rest[part].tolist() for part in list(splits)[fold]]
+    return [rest[places].tolist() for places in list(splits)[fold]]
 
 
 def make_loader(
@@ -180,7 +180,7 @@ def make_loader(
     )
 
 
-def check_num_classes(given: int, found: int, source: str) -> None:
+def check_num_classes(given: int, actual: int, source: str) -> None:
     """Raise a ValueError if the configured number of classes differs from that of the data."""
-    if given != found:
-        raise ValueError(f"num_classes is {given}, but {source} has {found} classes. Set data.num_classes={found}.")
+    if given != actual:
+        raise ValueError(f"num_classes is {given}, but {source} has {actual} classes. Set data.num_classes={actual}.")

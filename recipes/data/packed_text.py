@@ -262,10 +262,10 @@ def _of_dataset(folder: Path, field: str) -> Iterator[str]:
             " it to a .jsonl file on another machine (Dataset.to_json).",
             name=error.name,
         ) from error
-    found = load_from_disk(str(folder))
-    for part in found.values() if isinstance(found, DatasetDict) else [found]:
-        if field not in part.column_names:
-            columns = ", ".join(map(repr, part.column_names))
+    stored = load_from_disk(str(folder))
+    for dataset in stored.values() if isinstance(stored, DatasetDict) else [stored]:
+        if field not in dataset.column_names:
+            columns = ", ".join(map(repr, dataset.column_names))
             raise ValueError(f"field is {field!r}, but {folder.resolve()} has the columns {columns}.")
-        for row in part.select_columns(field):
+        for row in dataset.select_columns(field):
             yield row[field]

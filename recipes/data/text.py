@@ -110,8 +110,8 @@ class ByteText(TextData):
         clean = [document.replace("\0", "").strip("\n") for document in documents]
         encoded = [document.encode() for document in clean if document.strip()]
         sizes = [len(document) for document in encoded]
-        for name, part in split_documents(sizes, self.held_out, self.split_seed).items():
-            self.splits[name] = TensorDataset(*cut([encoded[place] for place in part], self.context))
+        for name, places in split_documents(sizes, self.held_out, self.split_seed).items():
+            self.splits[name] = TensorDataset(*cut([encoded[place] for place in places], self.context))
 
 
 def read_text(file: Path) -> str:

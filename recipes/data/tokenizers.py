@@ -100,7 +100,7 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, computed for all texts at once on all cores."""
-        return [one.ids for one in self._library.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._library.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``."""
@@ -136,10 +136,10 @@ def check_vocabulary(given: int, tokenizer: Tokenizer) -> None:
 def read_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one if there is none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _text_of(token: Any) -> str | None:

@@ -207,8 +207,6 @@ class OverflowReport(RunCallback):
         self._fit.occurrences["step"] = int(self.at_step is None or trainer.global_step > self.at_step)
         if scaler.is_enabled():
             self._probe = UnderflowProbe(device.type)
-            if evidence.is_due_next:
-                self._start_probe(run, self._fit)
         if device.type == "cuda" and run.world_size == 1:
             self._fit.host_batches = HostBatches(run)
 
