@@ -67,6 +67,5 @@ def outer_parameters(module: nn.Module) -> list[nn.Parameter]:
     embeddings = [layer for layer in layers if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)][-1:]
     widths = {embedding.embedding_dim for embedding in embeddings}
-    return [layer.weight for layer in embeddings] + [
-        layer.weight for layer in linear if layer.out_features not in widths
-    ]
+    outputs = [layer for layer in linear if layer.out_features not in widths]
+    return [layer.weight for layer in (*embeddings, *outputs)]

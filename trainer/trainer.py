@@ -102,7 +102,7 @@ class Trainer(TrainerBase):
             skipped steps. Default: False.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler. Default: None, no profiling.
         resume: not in Lightning. ``"auto"``: a ``fit`` without ``ckpt_path`` resumes from the newest valid checkpoint
-            in the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
+            in the folders that this run writes checkpoints to, or starts from the beginning without one. Default:
             None.
         exact_resume: not in Lightning. Whether to refuse a resume that would not be exact, for example because the data
             have changed, or because the number of processes has changed and optimizer steps would get other samples.

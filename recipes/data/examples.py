@@ -103,9 +103,9 @@ class Examples(TextData):
             )
         rows = list(json_lines(file, fields))
         for number, row in enumerate(rows, start=1):
-            if (others := _kind_of(row)) != fields:
+            if (actual := _kind_of(row)) != fields:
                 raise ValueError(
-                    f"{file}: example {number} has {others}, and example 1 has {fields}: expected one kind."
+                    f"{file}: example {number} has {actual}, and example 1 has {fields}: expected one kind."
                 )
         examples = self._examples(rows, fields, file)
         sizes = [len(tokens) for tokens, _ in examples]

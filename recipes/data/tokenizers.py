@@ -134,7 +134,7 @@ def check_vocabulary(given: int, tokenizer: Tokenizer) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if there is none."""
+    """Return the object in a JSON file; {} if the file has no object or cannot be read."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

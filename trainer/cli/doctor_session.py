@@ -188,10 +188,8 @@ class Trainer(PlainTrainer):
             arguments |= {"devices": 1, "num_nodes": 1}
         if options.devices is not None:
             arguments["devices"] = options.devices
-        arguments["callbacks"] = [
-            *([callbacks] if isinstance(callbacks, Callback) else callbacks or ()),
-            _Observer(doctor),
-        ]
+        given = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
+        arguments["callbacks"] = [*given, _Observer(doctor)]
         _noting(super().__init__, doctor.sites.trainers)(*args, **arguments)
         for callback in self.callbacks:
             if isinstance(callback, OverflowReport):

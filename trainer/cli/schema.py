@@ -76,7 +76,8 @@ def setting(default: Any, *accepts: Any) -> Any:
 
 def read_settings(kind: type[Settings], node: str, values: Any) -> Settings:
     """Check the settings of a node as in `check_settings`, and return them as the dataclass ``kind``."""
-    check_settings(node, values, {attribute.name: attribute.metadata["accepts"] for attribute in fields(kind)})  # type: ignore[arg-type]
+    attributes = fields(kind)  # type: ignore[arg-type]
+    check_settings(node, values, {attribute.name: attribute.metadata["accepts"] for attribute in attributes})
     return kind(**values)
 
 

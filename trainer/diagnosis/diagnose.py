@@ -65,7 +65,7 @@ class Case:
         batches: the batches of the accumulation window that failed; [] if they are no longer stored.
         scale: the loss scale of the update.
         recent: the batches before this window, oldest first.
-        before: finite weights of an earlier step; {} if there are none.
+        before: finite weights of an earlier step; {} if no copy is kept.
         first: the first step that may be the cause, because everything before it was finite; -1 if the weights were not
             finite when training began.
         buffers: the largest value of each buffer when training began.

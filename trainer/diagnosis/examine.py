@@ -116,9 +116,8 @@ def examine(
     except Exception as error:  # a report must not end the run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
     findings: list[Finding] = engine.collectives.broadcast(engine.collectives.gather(finding))
-    failing = [result for result in findings if result.fails] or [
-        result for result in findings if not math.isnan(result.loss)
-    ]
+    failing = [result for result in findings if result.fails]
+    failing = failing or [result for result in findings if not math.isnan(result.loss)]
     # collectives of the backward pass may spread the failure to other ranks, so choose the rank where it began
     chosen = min(
         failing or findings, key=lambda result: (not result.broken_batch, math.isfinite(result.loss), result.rank)

@@ -40,7 +40,7 @@ from trainer.diagnosis.report_file import Diagnosis
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, rank_zero_warn, warn
 from trainer.loop.gradients import norm_of
 from trainer.loop.run_state import RunState, state_of
-from trainer.precision.underflow import Underflow, UnderflowProbe, joined
+from trainer.precision.underflow import UnderflowProbe, joined
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
 
@@ -248,12 +248,15 @@ class OverflowReport(RunCallback):
             fit.raised_at = run.global_step if outcome.next_scale > outcome.scale else -1
         if is_due:
             self._check_losses(run)
-            counts = [] if self._probe is None else self._finish_probe(run, fit, self._probe)
+            fit.checks += 1
+            self._stop_probe(run)
+            counts = [] if self._probe is None else self._probe.finish()
             if counts and not outcome.skipped and (counts[0].subnormal > MAX_UNDERFLOW or counts[0].zeros == 1.0):
                 step = run.global_step - len(outcome.optimizers)
                 self._explain(run, fit, "underflow", fit.evidence.batches_of(step), step, outcome.scale)
-        if self._probe is not None and fit.evidence.is_due_next:
-            self._start_probe(run, fit)
+        is_counted = not fit.checks & (fit.checks + 1)  # before the 1st, 2nd, 4th check and so on
+        if self._probe is not None and fit.evidence.is_due_next and is_counted:
+            run.scaler.before_unscale.append(self._count_small)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Check the losses so far."""
@@ -411,17 +414,6 @@ class OverflowReport(RunCallback):
                 torch._foreach_copy_(list(fit.weights.values()), list(fit.parameters.values()))
         else:
             fit.weights = {name: parameter.detach().clone() for name, parameter in fit.parameters.items()}
-
-    def _finish_probe(self, run: RunState, fit: _Fit, probe: UnderflowProbe) -> list[Underflow]:
-        """Return the counts before this check."""
-        fit.checks += 1
-        self._stop_probe(run)
-        return probe.finish()
-
-    def _start_probe(self, run: RunState, fit: _Fit) -> None:
-        """Count small gradients in the next update, before the 1st, 2nd, 4th check and so on."""
-        if not fit.checks & (fit.checks + 1) and self._count_small not in run.scaler.before_unscale:
-            run.scaler.before_unscale.append(self._count_small)
 
     def _stop_probe(self, run: RunState) -> None:
         measurements = run.scaler.before_unscale

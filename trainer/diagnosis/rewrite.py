@@ -330,11 +330,8 @@ def _functions_of(file: str, owners: Iterable[type]) -> list[FunctionType]:
     spaces += [*modules, *classes]
     values = [getattr(item, "__func__", item) for space in spaces for item in list(space.values())]  # of static methods
     functions = [value for value in values if isinstance(value, FunctionType)]
-    return [
-        function
-        for function in {id(function): function for function in functions}.values()
-        if function.__code__.co_filename == file
-    ]
+    unique = {id(function): function for function in functions}.values()
+    return [function for function in unique if function.__code__.co_filename == file]
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:

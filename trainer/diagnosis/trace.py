@@ -50,7 +50,7 @@ class Magnitude(NamedTuple):
     """The elements of one tensor, or of several together.
 
     Attributes:
-        largest: largest absolute value of the finite ones; 0 if there is none.
+        largest: largest absolute value of the finite ones; 0 if no value is finite.
         not_finite: number of elements that are inf or nan.
         elements: number of elements.
         dtype: such as ``"float16"``. Of several tensors, the dtype of the first that is not finite, else of the first.

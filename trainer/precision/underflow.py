@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ _PART = 2**22
 
 
 _SMALL = 2**14
-"""Maximum number of elements of a gradient that is joined with others: to copy them takes less time than a kernel."""
+"""Maximum number of elements of a gradient that is copied to be counted with others, which takes fewer kernels."""
 
 
 class Underflow(NamedTuple):
@@ -94,23 +95,21 @@ class UnderflowProbe:
 
 
 def joined(gradients: Iterable[tuple[int, Tensor]]) -> list[tuple[str, int, Tensor]]:
-    """Return (name, number of elements, gradient) for :meth:`UnderflowProbe.start`, to count all with few kernels.
+    """Return the arguments of :meth:`UnderflowProbe.start` that count all gradients in few kernels, with the name "".
 
-    Small gradients on the same device are concatenated, so all names are "".
+    Small dense gradients on the same device are concatenated.
 
     Args:
-        gradients: (number of elements, gradient) for each; the gradient may be sparse.
+        gradients: (number of elements, gradient) for each. The gradient is whole, and may be sparse.
     """
-    groups: dict[Any, list[tuple[int, Tensor]]] = {}
+    large: list[tuple[str, int, Tensor]] = []
+    small: dict[torch.device, list[Tensor]] = defaultdict(list)
     for elements, gradient in gradients:
-        is_small = elements <= _SMALL and is_dense(gradient)
-        groups.setdefault(gradient.device if is_small else len(groups), []).append((elements, gradient))
-    sizes = [sum(elements for elements, _ in group) for group in groups.values()]
-    tensors = [
-        torch.cat([gradient.reshape(-1) for _, gradient in group]) if len(group) > 1 else group[0][1]
-        for group in groups.values()
-    ]
-    return [("", size, tensor) for size, tensor in zip(sizes, tensors, strict=True)]
+        if elements <= _SMALL and is_dense(gradient):
+            small[gradient.device].append(gradient.reshape(-1))
+        else:
+            large.append(("", elements, gradient))
+    return [*large, *(("", tensor.numel(), tensor) for tensor in map(torch.cat, small.values()))]
 
 
 def _parts(values: Tensor) -> Sequence[Tensor]:

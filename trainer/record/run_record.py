@@ -54,7 +54,7 @@ class Fact(Generic[Value]):
     """An attribute of `RunRecord` that reads the entry of ``run.json`` with the same name.
 
     Args:
-        kind: converts the entry; gets None if there is none.
+        kind: converts the entry; gets None for a missing entry.
         name: the name of the entry. Default: that of the attribute.
     """
 
