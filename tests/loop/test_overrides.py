@@ -132,7 +132,7 @@ class Watch:
     def make(self, owner, cls, *args, **kwargs):
         names = self.wanted.get(owner, [])
         methods = {name: recorder(owner, name, functions(cls)[name], self.log) for name in names}
-        return type(cls.__name__, (cls,), methods)(*args, **kwargs) if names else cls(*args, **kwargs)
+        return type(f"Recording{cls.__name__}", (cls,), methods)(*args, **kwargs) if names else cls(*args, **kwargs)
 
 
 class ByHand(Logs):
@@ -167,7 +167,7 @@ def program(make, watch, folder, base, ddp, resumes):
     if make is lightning:
         extra["precision_plugin"] = watch.make("precision", LightningPrecision)
     hooks = {name: recorder("module", name, getattr(base, name), watch.log) for name in LANDMARKS}
-    module = type(base.__name__, (base,), hooks)()
+    module = type(f"Recording{base.__name__}", (base,), hooks)()
     datamodule, source = watch.make("datamodule", Data), data(8).dataset
     batches = watch.make(
         "batch_sampler", Batches, watch.make("sampler", RandomSampler if ddp else Order, source), 2, False
