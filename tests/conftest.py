@@ -204,13 +204,14 @@ def pytest_report_header() -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests into tiers, shuffle them on request, and skip those that need a GPU if there is none.
+    """Sort the tests into tiers, shuffle them on request, begin with ``forks``, and skip those that need a missing GPU.
 
     ``scripts/test`` runs tests without ``nightly`` and ``whole``, and those marked ``representative``;
     ``scripts/test --all`` runs all that are not marked ``nightly``.
     """
     if ORDER in os.environ:
         shuffle(items, os.environ[ORDER])
+    items.sort(key=lambda item: item.get_closest_marker("forks") is None)
     for item in items:
         if is_whole(item):
             item.add_marker(pytest.mark.whole)

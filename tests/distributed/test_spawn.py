@@ -16,6 +16,8 @@ from torch.multiprocessing import ProcessExitedException
 from tests.parity import QUIET, Classifier, Learner, data, lightning, lightnings_noise_ignored, ours
 from trainer import Trainer
 
+pytestmark = pytest.mark.forks
+
 
 class Validated(Classifier):
     def validation_step(self, batch, batch_idx):
