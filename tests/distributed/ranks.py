@@ -7,7 +7,7 @@ hundreds of fits::
         first, second = ranks.call(setups.fit, setup, "ddp")
 
 The function (by its name), arguments and results are pickled. A process that raises, or does not answer in time,
-breaks the group: all are killed, and the next call starts others.
+breaks the group: all are killed, and the next call starts others. Each call has the environment of the start.
 
 As a script, in each process: ``ranks.py RANK SIZE FILE`` joins the group by ``FILE``, reads calls from its standard
 input and writes the results to its standard output. The output of a call goes to standard error.
@@ -61,6 +61,7 @@ class Ranks:
     def __init__(self, python, size, timeout=120.0):
         self.python, self.size, self.timeout = python, size, timeout
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        self._environment = dict(os.environ)  # without that of a test that restarts the processes
         self._started = 0
         self._processes = []
         self._calls = []
@@ -116,7 +117,7 @@ class Ranks:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a group
         for rank in range(self.size):
             environment = {
-                **os.environ, **address, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank),
+                **self._environment, **address, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank),
                 "NODE_RANK": "0", "WORLD_SIZE": str(self.size), "PYTHONPATH": str(ROOT),
             }  # fmt: skip
             words = [str(Path(__file__)), str(rank), str(self.size), str(rendezvous), str(self.timeout)]
@@ -147,6 +148,7 @@ def main(rank, size, rendezvous, timeout):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
+    environment = dict(os.environ)
     while True:
         try:
             call = calls.recv_bytes()
@@ -159,6 +161,8 @@ def main(rank, size, rendezvous, timeout):
         except BaseException:
             error = traceback.format_exc()
         answers.send_bytes(pickle.dumps((result, error)))
+        os.environ.clear()  # for example of Lightning's seed, which samplers use
+        os.environ.update(environment)
     os._exit(0)  # gloo's threads may be alive when the interpreter ends: an abort
 
 
