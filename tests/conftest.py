@@ -266,15 +266,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+LOGGERS = (None, "lightning", "lightning.fabric", "lightning.pytorch", "lightning.pytorch.advice")
+
+
 @contextlib.contextmanager
 def logging_restored() -> Iterator[None]:
-    """Restore the logging configuration, because Hydra configures the root logger."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    """Restore the logging configuration, because a command configures the root logger and Lightning's loggers."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
     yield
-    for handler in set(root.handlers) - set(handlers):
-        handler.close()
-    root.handlers[:], root.level = handlers, level
+    for logger, (handlers, level, propagates) in zip(loggers, before, strict=True):
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagates
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,11 @@
 import itertools
+import logging
 import os
 from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, covering, is_whole, shuffle, values_of
+from tests.conftest import ROOT, covering, is_whole, logging_restored, shuffle, values_of
 from tests.support import seeds, tiered
 from tests.warm_python import WarmPython, start_server
 
@@ -62,6 +63,16 @@ def test_order_depends_on_the_seed_and_keeps_modules_together():
     assert sorted(orders[2], key=tests.index) == tests
     for order in orders:
         assert len(list(itertools.groupby(order, lambda test: test.path))) == 3
+
+
+@pytest.mark.parametrize("name", [None, "lightning.pytorch", "lightning.pytorch.advice"])
+def test_loggers_that_a_command_configures_are_restored(name):
+    logger = logging.getLogger(name)
+    before = list(logger.handlers), logger.level, logger.propagate
+    with logging_restored():
+        logger.handlers[:] = [logging.NullHandler()]
+        logger.level, logger.propagate = logger.level + 1, not logger.propagate
+    assert (logger.handlers, logger.level, logger.propagate) == before
 
 
 @pytest.mark.whole
