@@ -12,7 +12,15 @@ from torchmetrics import MeanSquaredError
 from tests.parity import Learner, RecordingLogger, data, ours
 from tests.support import OnMPS
 from trainer.errors import ConfigurationError
-from trainer.metrics.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, StageMetrics, to_scalars
+from trainer.metrics.metrics import (
+    LoggedValue,
+    LogOptions,
+    MetricStore,
+    PublishedMetrics,
+    StageMetrics,
+    accumulation_dtype,
+    to_scalars,
+)
 from trainer.state.progress import FitProgress
 
 
@@ -65,7 +73,7 @@ def test_epoch_reductions_equal_lightnings(reduce_fx, dtype, sizes):
         weights = [BATCH_SIZES[sizes](draws) for _ in range(number)]
         entry = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx), None, not_reduced)
         for at, (value, weight) in enumerate(zip(values, weights, strict=True)):
-            value = value if dtype is not torch.bfloat16 else value.float()
+            value = value if dtype is not torch.bfloat16 else value.to(accumulation_dtype())  # as `log` does
             entry.update(*((value.item(), weight, value.dtype) if on_host else (value, weight)))
             if at == 50 and is_bit_identical:  # an earlier read changes nothing
                 assert same(entry.epoch_value(), lightnings(values[: at + 1], weights[: at + 1], reduce_fx))
