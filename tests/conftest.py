@@ -204,8 +204,9 @@ def pytest_report_header() -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests into tiers, shuffle them on request, begin with ``forks``, and skip those that need a missing GPU.
+    """Sort the tests into tiers, shuffle them on request, and skip those that need a GPU if there is none.
 
+    Tests marked ``forks`` run first, also in a shuffled order.
     ``scripts/test`` runs tests without ``nightly`` and ``whole``, and those marked ``representative``;
     ``scripts/test --all`` runs all that are not marked ``nightly``.
     """
@@ -278,7 +279,8 @@ def logging_restored() -> Iterator[None]:
     for logger, (handlers, level, propagates) in zip(loggers, before, strict=True):
         for handler in set(logger.handlers) - set(handlers):
             handler.close()
-        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagates
+        logger.handlers[:], logger.propagate = handlers, propagates
+        logger.setLevel(level)  # an assignment would not clear the caches of `isEnabledFor`
 
 
 @pytest.fixture(autouse=True)

@@ -68,11 +68,13 @@ def test_order_depends_on_the_seed_and_keeps_modules_together():
 @pytest.mark.parametrize("name", [None, "lightning.pytorch", "lightning.pytorch.advice"])
 def test_loggers_that_a_command_configures_are_restored(name):
     logger = logging.getLogger(name)
-    before = list(logger.handlers), logger.level, logger.propagate
+    before = list(logger.handlers), logger.level, logger.propagate, logger.isEnabledFor(logging.ERROR)
     with logging_restored():
         logger.handlers[:] = [logging.NullHandler()]
-        logger.level, logger.propagate = logger.level + 1, not logger.propagate
-    assert (logger.handlers, logger.level, logger.propagate) == before
+        logger.propagate = not logger.propagate
+        logger.setLevel(logging.CRITICAL)
+        assert not logger.isEnabledFor(logging.ERROR)
+    assert (logger.handlers, logger.level, logger.propagate, logger.isEnabledFor(logging.ERROR)) == before
 
 
 @pytest.mark.whole
